@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from microfloat.checkpoint import convert, load
-from microfloat.checkpoint.config import announced
 from microfloat.checkpoint.families.patterns import EXACT, PARTS, SHELL, SUBSTRING, Patterns, users_regex
+from microfloat.checkpoint.folder import announced
 from microfloat.errors import CheckpointError, InvalidValueError
 from tests.checkpoint.files import nvfp4, write
 

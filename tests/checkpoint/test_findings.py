@@ -6,8 +6,8 @@ import pytest
 
 from microfloat import reference
 from microfloat.checkpoint import Record, convert, detect, load, save
-from microfloat.checkpoint.config import announced
 from microfloat.checkpoint.families import WRITTEN
+from microfloat.checkpoint.folder import announced
 from microfloat.checkpoint.integrity import code_findings, without_nan
 from microfloat.errors import CheckpointError, InvalidTypeError
 from microfloat.formats import FORMATS, decode

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from microfloat.checkpoint._arrays import in_bands, scale_in_place
-from microfloat.checkpoint._modules import parts_of_stacked, stacked_name
+from microfloat.checkpoint.families.patterns import parts_of_stacked, stacked_name
 from microfloat.checkpoint.records import Record, experts_of, matrix_of
 from microfloat.formats import FORMATS, ScaledFormat
 from microfloat.layout import scale_grid

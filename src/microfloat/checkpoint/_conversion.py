@@ -17,14 +17,13 @@ from microfloat.arguments import as_bool, as_path
 from microfloat.checkpoint import _casting as casting
 from microfloat.checkpoint._arrays import energies, pieces_of
 from microfloat.checkpoint._casting import experts_of, slabs, tile_rows, values
-from microfloat.checkpoint._modules import check_ignore
 from microfloat.checkpoint._planning import PLAIN, QUANTIZED, Notes, Step, Target, decide, lines_of, target_of
 from microfloat.checkpoint._recoding import largest_scales, recode
 from microfloat.checkpoint._saving import Job, Plan, Progress, documents, metadata_for, put_all, write
 from microfloat.checkpoint._writer import Entry, Put, byte_count
-from microfloat.checkpoint.config import FILES
 from microfloat.checkpoint.families import WRITTEN
-from microfloat.checkpoint.folder import locate
+from microfloat.checkpoint.families.patterns import check_ignore
+from microfloat.checkpoint.folder import FILES, locate
 from microfloat.checkpoint.load import Checkpoint, load, opened
 from microfloat.checkpoint.records import Finding, Record
 from microfloat.errors import CheckpointError, checkpoint_error

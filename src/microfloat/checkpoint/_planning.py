@@ -10,13 +10,13 @@ import numpy as np
 
 from microfloat.arguments import check_name
 from microfloat.checkpoint._casting import Stack, experts_apart, outline, stacked
-from microfloat.checkpoint._modules import CACHE, STACKED, ignored_by, module_of
 from microfloat.checkpoint._recoding import recodes
 from microfloat.checkpoint._saving import SAVED, has_divisor, scale_dtype
-from microfloat.checkpoint.config import has_cache
 from microfloat.checkpoint.families import WRITTEN, Family, unknown_target
+from microfloat.checkpoint.families.patterns import CACHE, STACKED, ignored_by, module_of
 from microfloat.checkpoint.families.readers import Layer, complaints
 from microfloat.checkpoint.families.writing import Written
+from microfloat.checkpoint.folder import has_cache
 from microfloat.checkpoint.load import Checkpoint
 from microfloat.checkpoint.records import NO_ACTIVATION, Activation, Record
 from microfloat.errors import CheckpointError, PlacementError, checkpoint_error, invalid_value

@@ -18,12 +18,12 @@ import numpy as np
 from microfloat._version import __version__
 from microfloat.arguments import as_path
 from microfloat.checkpoint import _writer
-from microfloat.checkpoint._modules import module_of
 from microfloat.checkpoint._writer import Entry, Put, Shard
-from microfloat.checkpoint.config import has_cache, without_quantization
 from microfloat.checkpoint.container import DTYPES
 from microfloat.checkpoint.families import DIALECTS, FAMILIES, WRITTEN, Family, dialect_of, family_named, unknown_target
+from microfloat.checkpoint.families.patterns import module_of
 from microfloat.checkpoint.families.writing import Kind, Manifest, kind_of_layer, lacks_scale
+from microfloat.checkpoint.folder import has_cache, without_quantization
 from microfloat.checkpoint.records import NO_ACTIVATION, Record
 from microfloat.errors import CheckpointError, checkpoint_error, invalid_type, invalid_value, kind_of
 

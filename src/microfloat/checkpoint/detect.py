@@ -6,14 +6,12 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from microfloat.checkpoint._modules import CACHE, module_of
-from microfloat.checkpoint.config import announced, misread
 from microfloat.checkpoint.container import Container
 from microfloat.checkpoint.families import DIALECTS, FAMILIES, Announcement, dialect_of, family_named, unknown_target
-from microfloat.checkpoint.families.patterns import parents_of
+from microfloat.checkpoint.families.patterns import CACHE, module_of, parents_of
 from microfloat.checkpoint.families.row import BYTES, FP8, REAL, Entry, Family, Scheme, missing_roles
 from microfloat.checkpoint.families.writing import tensor_name
-from microfloat.checkpoint.folder import Folder, locate
+from microfloat.checkpoint.folder import Folder, announced, locate, misread
 from microfloat.checkpoint.records import Detection, Finding, Stored, some
 
 _LOW_RANK = ("svdquant_lora_a", "svdquant_lora_b")

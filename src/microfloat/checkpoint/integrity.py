@@ -11,9 +11,9 @@ import numpy as np
 
 from microfloat.checkpoint._arrays import pieces_of
 from microfloat.checkpoint._casting import experts_of, matrix_of
-from microfloat.checkpoint._modules import NUMBERED, module_of
 from microfloat.checkpoint.detect import Contents, contradiction, lacks_input_scale
 from microfloat.checkpoint.families import Announcement, Entry
+from microfloat.checkpoint.families.patterns import NUMBERED, module_of
 from microfloat.checkpoint.records import Finding, Record, some
 from microfloat.formats import ScaledFormat, decode
 from microfloat.recipes.placement import fused_group

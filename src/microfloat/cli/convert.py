@@ -11,8 +11,8 @@ import typer
 
 from microfloat import errors
 from microfloat.arguments import check_choice
-from microfloat.checkpoint._modules import ignored_by
 from microfloat.checkpoint._planning import target_of
+from microfloat.checkpoint.families.patterns import ignored_by
 from microfloat.cli.hub import Hub, Source, local
 from microfloat.cli.machine import load_casts
 from microfloat.cli.output import MOST_LINES, Column, Output, decibel, size, together

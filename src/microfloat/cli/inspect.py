@@ -150,7 +150,7 @@ def _readers(output: Output, checkpoint: "Checkpoint") -> None:
 
 def _is_measured(checkpoint: "Checkpoint", row: dict[str, Any], chosen: bool) -> bool:
     """True for quantized parameters, and for plain ones that a conversion would cast; or that were `chosen`."""
-    from microfloat.checkpoint._modules import module_of
+    from microfloat.checkpoint.families.patterns import module_of
     from microfloat.recipes.placement import is_kept
 
     if row["family"] is not None:

@@ -53,7 +53,7 @@ def plan(
     microfloat convert model/ model-mixed/ --to microfloat:native --placement placement.json
     """
     from microfloat.checkpoint import load
-    from microfloat.checkpoint._modules import module_of
+    from microfloat.checkpoint.families.patterns import module_of
     from microfloat.cli.survey import chosen_formats, survey
     from microfloat.recipes.placement import is_kept
 

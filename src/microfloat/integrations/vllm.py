@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from microfloat.checkpoint.config import announced
 from microfloat.checkpoint.families import FAMILIES, Family
 from microfloat.checkpoint.families.writing import tensor_name
+from microfloat.checkpoint.folder import announced
 from microfloat.errors import CheckpointError, NotSupportedError, invalid_value, missing_package
 from microfloat.formats import SCALE_E8M0, ScaledFormat
 from microfloat.recipes import Recipe

@@ -1,17 +1,52 @@
-"""Patterns over names of modules, each matched as the engine of its dialect matches it."""
+"""Names of modules, and patterns over them: those of a user, and each dialect's, matched as its engine matches it."""
 
 import re
-from collections.abc import Callable, Iterable
-from fnmatch import translate
+from collections.abc import Callable, Iterable, Sequence
+from fnmatch import fnmatchcase, translate
 from typing import NamedTuple
 
-from microfloat.errors import invalid_value
+from microfloat.errors import invalid_type, invalid_value, kind_of
 
 Matcher = Callable[[str], object]
+# Scales and zero points of a KV cache and of attention, under the names of their producers.
+CACHE = (
+    "k_scale", "v_scale", "q_scale", "prob_scale", "kv_scale", "output_scale", "k_zero_point", "v_zero_point",
+    "q_zero_point",
+)  # fmt: skip
+# The weight of one expert, as `layer.experts.number.weight.weight`.
+NUMBERED = re.compile(r"^(?:(?P<layer>.*)\.)?experts\.(?P<number>\d+)\.(?P<weight>.*)\.weight$")
+# Models whose experts are stored as one tensor of each kind, with the inputs before the outputs: the type, and whether
+# rows of gate and up alternate in `gate_up_proj`.
+STACKED = {"gpt_oss": True, "llama4": False, "llama4_text": False}
+_OF_EXPERT = re.compile(r"((?:.*\.)?experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
+_PATTERNS = "names of modules, wildcards or 're:' patterns"
 _LONGEST_PATTERN = 300
 _MOST_STARS = 8
 # A group that repeats and holds a repeat, or a group in a group: the time may be exponential; and references to groups.
 _UNSAFE = (r"[*+}][^()]*\)[*+{?]", r"\([^()]*\([^()]*\)[^()]*\)[*+{]", r"\\\d|\(\?P=")
+
+
+def module_of(name: str) -> str:
+    """The module of a weight as configurations name it: without `weight`; stacked experts by their whole name."""
+    return name.removesuffix(".weight")
+
+
+def stacked_name(name: str) -> tuple[str, int, int] | None:
+    """The stacked parameter of a numbered expert's matrix or bias, the expert, and the part (up: 1); or None."""
+    found = _OF_EXPERT.fullmatch(name)
+    if found is None:
+        return None
+    layer, number, part, leaf = found.groups()
+    key = ("down_proj" if part == "down" else "gate_up_proj") + ("_bias" if leaf == "bias" else "")
+    return f"{layer}.{key}", int(number), int(part == "up")
+
+
+def parts_of_stacked(name: str) -> tuple[str, ...]:
+    """The names of a stacked parameter's parts in the order of their rows, {} for the number of the expert; or none."""
+    layer, _, key = name.rpartition(".")
+    leaf = "bias" if key.endswith("_bias") else "weight"
+    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(key.removesuffix("_bias"), ())
+    return tuple(f"{layer}.{{}}.{part}.{leaf}" for part in parts) if layer.endswith("experts") else ()
 
 
 def safe_regex(text: str) -> re.Pattern[str] | None:
@@ -47,6 +82,35 @@ def users_regex(argument: str, pattern: str) -> re.Pattern[str]:
         return re.compile(text)
     except (re.error, RecursionError, OverflowError) as error:
         raise invalid_value(argument, repr(pattern), needed, f"{error}.") from None
+
+
+def check_ignore(ignore: Iterable[str] | str) -> tuple[str, ...]:
+    """The patterns of `ignore` as a tuple; InvalidValueError for a regular expression that is none."""
+    if not isinstance(ignore, Iterable):
+        raise invalid_type("ignore", kind_of(ignore), _PATTERNS, "Write ignore=() to ignore nothing more.")
+    patterns = (ignore,) if isinstance(ignore, str) else tuple(ignore)
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise invalid_type("ignore", kind_of(pattern), _PATTERNS)
+        if pattern.startswith("re:"):
+            users_regex("ignore", pattern)
+    return patterns
+
+
+def ignored_by(module: str, ignore: Sequence[str]) -> str | None:
+    """The first pattern that covers a module: a part of its name ("lm_head", "layers.0.mlp"), a wildcard for the name
+    or for a parent ("*.layers.0.*", "model.visual*"), or "re:" and an expression that matches from the start.
+    """
+    for pattern in ignore:
+        if pattern.startswith("re:"):
+            found = re.match(pattern[3:], module) is not None
+        elif any(sign in pattern for sign in "*?["):
+            found = any(fnmatchcase(name, pattern) for name in (module, *parents_of(module)))
+        else:
+            found = f".{pattern}." in f".{module}."
+        if found:
+            return pattern
+    return None
 
 
 def parents_of(module: str) -> list[str]:

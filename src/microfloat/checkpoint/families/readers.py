@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from microfloat.checkpoint._modules import NUMBERED, STACKED
+from microfloat.checkpoint.families.patterns import NUMBERED, STACKED
 from microfloat.formats import FP8_TENSOR, ScaledFormat
 
 VLLM, SGLANG, HF, TRTLLM = "vLLM 0.33", "SGLang 0.5.23", "transformers 5.24", "TensorRT-LLM 008e0af"

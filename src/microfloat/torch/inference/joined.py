@@ -75,7 +75,7 @@ _STACKED = [("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)
 
 def alternate_in(model: nn.Module) -> bool | None:
     """For a model whose stacked experts transformers maps to no numbered ones, if rows of gate and up alternate."""
-    from microfloat.checkpoint._modules import STACKED
+    from microfloat.checkpoint.families.patterns import STACKED
 
     return STACKED.get(str(getattr(getattr(model, "config", None), "model_type", None)))
 
@@ -91,7 +91,7 @@ def joined(
     transforms = _transforms(model)
     if transforms is None:
         return dict(loaded), {}
-    from microfloat.checkpoint._modules import CACHE, parts_of_stacked, stacked_name
+    from microfloat.checkpoint.families.patterns import CACHE, parts_of_stacked, stacked_name
 
     rename = sys.modules["transformers.core_model_loading"].rename_source_key
     renamed: dict[str, Record] = {}

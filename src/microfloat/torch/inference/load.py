@@ -129,7 +129,7 @@ OF_CACHE = "_scales_of_cache"  # the attribute of a module that names those whic
 
 def _beside(loaded: Mapping[str, "Record"]) -> dict[str, np.ndarray]:
     """The arrays that belong to modules, by name: scales for engines, and all that stands beside a quantized weight."""
-    from microfloat.checkpoint._modules import CACHE
+    from microfloat.checkpoint.families.patterns import CACHE
 
     made = {}
     for name, record in loaded.items():
@@ -142,7 +142,7 @@ def _beside(loaded: Mapping[str, "Record"]) -> dict[str, np.ndarray]:
 
 def _place_of(model: nn.Module, name: str) -> str | None:
     """The module, of its name or around that, that gets a scale of a KV cache as an attribute; None for others."""
-    from microfloat.checkpoint._modules import CACHE
+    from microfloat.checkpoint.families.patterns import CACHE
 
     parent, _, key = name.rpartition(".")
     around = parent.rpartition(".")[0]
