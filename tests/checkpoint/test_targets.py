@@ -334,10 +334,10 @@ def test_a_parameter_of_such_a_name_in_a_plain_model_is_none(tmp_path):
 @pytest.mark.parametrize(
     ("to", "model_type", "notes"),
     [
-        ("ct:mxfp4", "aria", ["experts of a layer as one tensor; gptoss:hf, hf:finegrained_fp8, deepseek:fp8"]),
+        ("ct:mxfp4", "aria", ["experts of a layer as one tensor; hf:finegrained_fp8, deepseek:fp8"]),
         ("deepseek:fp8", "llama4", ["experts of a layer as one tensor; gptoss:hf and microfloat's own families"]),
         ("hf:finegrained_fp8", "gpt_oss", ["experts of a layer as one tensor"]),
-        ("ct:fp8", "qwen3_moe", ["gptoss:hf, hf:finegrained_fp8, deepseek:fp8"]),
+        ("ct:fp8", "qwen3_moe", ["layer as one tensor; hf:finegrained_fp8, deepseek:fp8"]),
         ("hf:finegrained_fp8", "qwen3_moe", []), ("gptoss:hf", "gpt_oss", []), ("microfloat:mxfp4", "gpt_oss", []),
     ],
 )  # fmt: skip
@@ -349,6 +349,51 @@ def test_stacked_experts_are_noted_where_no_reader_expects_them(tmp_path, to, mo
     for note, words in zip(found, notes, strict=True):
         assert "3 in all" in note
         assert set(words.split(", ")[0].split()) <= set(note.replace(",", " ").split()) or words in note
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "aria"])
+@pytest.mark.parametrize("first", [None, "deepseek:fp8", "hf:mxfp8"])
+def test_experts_of_other_models_are_not_written_in_the_order_of_gpt_oss_or_llama_4(tmp_path, model_type, first):
+    """Both families store them with axes of their own, as which they would be read again."""
+    shapes = {"gate_up_proj": (3, 128, 64), "down_proj": (3, 64, 64)}
+    records = [matrix(Q, (64, 64)), *(matrix(f"{EXPERTS}.{leaf}", shape) for leaf, shape in shapes.items())]
+    path = stored(tmp_path / "source", records, {"model_type": model_type})
+    if first is not None:
+        convert(path, tmp_path / "first", to=first)
+        path = tmp_path / "first"
+    before = load(path)
+    with pytest.raises(InvalidValueError, match=f"as gpt-oss stores them, {model_type} stores its own otherwise"):
+        convert(path, tmp_path / "out", to="gptoss:hf")
+    report = convert(path, tmp_path / "out", to="fbgemm:fp8")
+    assert {layer.name: layer.reason for layer in report.layers if layer.name != Q} == dict.fromkeys(
+        (f"{EXPERTS}.{leaf}" for leaf in shapes), "fbgemm:fp8 quantizes matrices alone"
+    )
+    after = load(tmp_path / "out")
+    assert metrics.sqnr_db(before[Q].dequantize(), after[Q].dequantize()) > 28
+    for leaf, shape in shapes.items():
+        values = before[f"{EXPERTS}.{leaf}"].dequantize().astype(np.float32)
+        np.testing.assert_array_equal(after[f"{EXPERTS}.{leaf}"].codes, values.astype(BF16))
+        assert values.shape == shape
+
+
+@pytest.mark.parametrize("to", ["ct:nvfp4", "modelopt:mxfp8", "quark:mxfp4"])
+@pytest.mark.parametrize(("model_type", "rows"), [("llama4_text", 192), ("gpt_oss", 256)])
+def test_a_layer_of_which_a_tensor_cannot_be_taken_apart_stays_whole(tmp_path, model_type, rows, to):
+    """A tile of 128 rows holds rows of gate and up: without it, down_proj would be numbered in a layer that is not."""
+    shapes = {"gate_up_proj": (3, 64, rows), "down_proj": (3, rows // 2, 64)}
+    records = [matrix(f"{EXPERTS}.{leaf}", shape) for leaf, shape in shapes.items()]
+    records += [matrix(f"{EXPERTS}.gate_up_proj_bias", (3, rows))]
+    path = stored(tmp_path / "source", records, {"model_type": model_type, "hidden_size": 64})
+    convert(path, tmp_path / "tiles", to="deepseek:fp8")
+    report = convert(tmp_path / "tiles", tmp_path / "out", to=to)
+    assert any("expects the experts of a layer as one tensor" in note for note in report.notes)
+    out, rule = load(tmp_path / "out"), WRITTEN[to][1].cast
+    assert set(out) == {one.name for one in records}
+    assert not [one for one in out.findings if one.severity == "error"]
+    for leaf in shapes:
+        before = load(tmp_path / "tiles")[f"{EXPERTS}.{leaf}"].dequantize()
+        expected = np.stack([reference.quantize(one, rule).codes for one in before])
+        np.testing.assert_array_equal(out[f"{EXPERTS}.{leaf}"].codes, expected)
 
 
 def stacked_values(checkpoint, name, model_type):

@@ -297,16 +297,20 @@ def arranged(records: Iterable[Record], target: Target, source: Facts) -> list[R
         return list(records)
     if target.written is None:
         return stacked(records, source.alternate)
-    made: list[Record] = []
-    for record in records:
-        shape = record.logical_shape
+    split: list[tuple[Record, list[Record]]] = []
+    for stored in records:
+        record, shape = stored, stored.logical_shape
         if len(shape) == 3 and not _lies_turned(record, source):
             scale = record.scale if record.scale is None or record.scale.ndim < 3 else np.swapaxes(record.scale, 1, 2)
             codes, shape = np.swapaxes(record.codes, 1, 2), (shape[0], shape[2], shape[1])
             record = replace(record, codes=codes, scale=scale, logical_shape=shape)
         is_bias = len(shape) == 2 and record.name.endswith("_bias")
-        made += experts_apart(record, source.alternate) if len(shape) == 3 or is_bias else [record]
-    return made
+        split.append((stored, experts_apart(record, source.alternate) if len(shape) == 3 or is_bias else [record]))
+    whole = {  # layers of which a tensor cannot be taken apart
+        stored.name.rpartition(".")[0] for stored, (first, *_) in split
+        if len(stored.logical_shape) == 3 and first.name == stored.name
+    }  # fmt: skip
+    return [one for stored, made in split for one in ([stored] if stored.name.rpartition(".")[0] in whole else made)]
 
 
 def _note_unread(checkpoint: Checkpoint, target: Target, notes: Notes) -> None:
@@ -334,16 +338,14 @@ def _note_plain(steps: Sequence[Step], target: Target, notes: Notes) -> None:
 def _note_readers(steps: Sequence[Step], target: Target, source: Facts, notes: Notes) -> None:
     """Notes about layers that known readers of the target do not read, or wrongly."""
     assert target.written is not None
-    layout = target.written.stacked
-    able = [name for name, (_, one) in WRITTEN.items() if one.stacked and not name.startswith("microfloat:")]
+    layout, of_gptoss = target.written.stacked, source.turned or source.alternate is not None
+    where = "any" if of_gptoss else "rows"
+    able = [name for name, (_, one) in WRITTEN.items() if one.stacked == where and not name.startswith("microfloat:")]
     for step in steps:
         name = step.record.name
         if step.action not in QUANTIZED:
             continue
-        of_gptoss = source.turned or source.alternate is not None
         if len(step.record.logical_shape) > 2 and (not layout or (layout == "rows" and of_gptoss)):
-            if of_gptoss:
-                able = [one for one in able if WRITTEN[one][1].stacked == "any"]
             notes[
                 f"no known reader of {target.name} expects the experts of a layer as one tensor; {', '.join(able)} and "
                 "microfloat's own families (such as microfloat:nvfp4) have a layout for them"
@@ -368,7 +370,7 @@ def step_of(record: Record, target: Target, ignore: Sequence[str], source: Facts
         )
     if target.written is None or target.cast is None:
         return _dequantized(record, "", source, target.dtype)
-    unsuitable = _why_not(record, target) if pattern is None else f"ignored by {pattern!r}"
+    unsuitable = _why_not(record, target, source) if pattern is None else f"ignored by {pattern!r}"
     if unsuitable:
         return _dequantized(record, unsuitable, source)
     if (
@@ -471,7 +473,9 @@ def _step_of_plain(record: Record, target: Target, module: str, pattern: str | N
     if source.turned and record.codes.ndim == 3:
         codes = np.swapaxes(record.codes, 1, 2)
         turned = replace(record, codes=codes, logical_shape=codes.shape)
-    reason = "kept by default" if is_kept(module, source.gates) else source.left(module) or _why_not(turned, target)
+    reason = (
+        "kept by default" if is_kept(module, source.gates) else source.left(module) or _why_not(turned, target, source)
+    )
     if pattern is not None:
         reason = f"ignored by {pattern!r}"
     if reason:
@@ -486,14 +490,17 @@ def _is_weight(record: Record) -> bool:
     return record.format is None and record.codes.dtype in _FLOATS and (stacked or is_matrix)
 
 
-def _why_not(record: Record, target: Target) -> str:
+def _why_not(record: Record, target: Target, source: Facts) -> str:
     """The reason why the target cannot store a parameter, or nothing."""
     assert target.cast is not None
     assert target.family is not None
     fmt, length = target.cast.format, record.logical_shape[-1]
     block = fmt.block[1]
-    if target.family.experts_only and len(record.logical_shape) != 3:
-        return f"{target.family.name} quantizes stacked experts alone"
+    name, rank = target.family.name, target.family.rank
+    if rank and len(record.logical_shape) != rank:
+        return f"{name} quantizes {'stacked experts' if rank == 3 else 'matrices'} alone"
+    if rank == 3 and source.model_type not in ("None", *_TURNED_EXPERTS):
+        return f"{name} holds experts as gpt-oss stores them, {source.model_type} stores its own otherwise"
     if fmt.scale.bits == 8 and block is not None and length % block:
         return f"{length} columns are no multiple of {block}"
     return "it has no elements" if not record.codes.size else ""

@@ -128,7 +128,7 @@ class MicrofloatConfig(QuantizationConfig):
         if found == {"high precision"} and not said.refusal:
             return None
         family = next((one for one in FAMILIES if {one.name} == found), None)
-        if family is None or family.format is None or family.format.scale.bits != 8 or family.experts_only:
+        if family is None or family.format is None or family.format.scale.bits != 8 or family.rank == 3:
             got = said.refusal or f"{' and '.join(sorted(found))}, needed one NVFP4 or MX format for each layer."
             raise NotSupportedError(f"{prefix}: got {got} {_INSTEAD}")
         return family

@@ -59,7 +59,7 @@ def encode(family: Family, record: Record, dtype: np.dtype) -> Arrays:
 FAMILIES = (
     Family(
         "fbgemm:fp8", None, ("", ("F8_E4M3",)), ("_scale", REAL), decode=decode, encode=encode,
-        writes={"fbgemm:fp8": Written(Cast(FP8_ROW, "amax"), "dynamic", FP8_ROW)},
+        writes={"fbgemm:fp8": Written(Cast(FP8_ROW, "amax"), "dynamic", FP8_ROW)}, rank=2,
     ),
 )  # fmt: skip
 DIALECT = Dialect(FAMILIES, (_METHOD,), ("activation_scale_ub",), read=read, write=write)

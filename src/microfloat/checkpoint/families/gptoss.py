@@ -54,7 +54,7 @@ def encode(family: Family, record: Record, dtype: np.dtype) -> Arrays:
 FAMILIES = (
     Family(
         "gptoss:hf", MXFP4, ("_blocks", ("U8",)), ("_scales", E8M0), decode=decode, encode=encode,
-        writes={"gptoss:hf": Written(Cast(MXFP4), stacked="any")}, experts_only=True,
+        writes={"gptoss:hf": Written(Cast(MXFP4), stacked="any")}, rank=3,
     ),
     Family("gptoss:original", MXFP4, (".blocks", ("U8",)), (".scales", E8M0), decode=decode),
 )  # fmt: skip

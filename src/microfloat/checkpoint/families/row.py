@@ -87,7 +87,7 @@ class Family:
       of the names of other tensors of the module, which `decode` reads or passes over.
     * `writes`: the casts that `convert` offers under names of targets; empty where the family is only read.
     * `scalars`: the shape of a scale of a whole tensor. `model_scales`: FP32 scales are stored in the model's dtype.
-      `experts_only`: other layers stay in high precision.
+      `rank`: 3 where stacked experts alone are cast, 2 where matrices are; 0 for both.
     * `usual`: True for the shapes of scales that this producer writes, where tensors of several have the same names.
     """
 
@@ -103,7 +103,7 @@ class Family:
     encode: "Callable[[Family, Record, np.dtype], Arrays]" = encode_parts
     scalars: Shape = ()
     model_scales: bool = False
-    experts_only: bool = False
+    rank: int = 0
     usual: Callable[[Shape], bool] = lambda shape: False
     leaf: str = ""
     more: tuple[str, ...] = ()
