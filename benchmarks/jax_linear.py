@@ -49,10 +49,10 @@ class Row(NamedTuple):
 ROWS = {
     "j.l.current": Row(recipes.Float8CurrentScaling(), 1.40, 1.72, True),
     "j.l.delayed": Row(recipes.DelayedScaling(amax_history_len=1024), 1.50, 1.78, True),
-    "j.l.row": Row(recipes.Float8RowScaling(), None, 1.62, True),
-    "j.l.block": Row(recipes.Float8BlockScaling(), None, 1.68),
+    "j.l.row": Row(recipes.Float8RowScaling(), 1.60, 1.62, True),
+    "j.l.block": Row(recipes.Float8BlockScaling(), 1.45, 1.68),
     "j.l.mxfp8.exact": Row(recipes.MXFP8BlockScaling(path="exact"), 0.75, 0.94),
-    "j.l.mxfp8.folded": Row(recipes.MXFP8BlockScaling(path="folded"), None, 1.68),
+    "j.l.mxfp8.folded": Row(recipes.MXFP8BlockScaling(path="folded"), 1.45, 1.68),
     "j.l.nvfp4": Row(recipes.NVFP4BlockScaling(), 0.75, 0.93),
     "j.l.nvfp4.folded": Row(recipes.NVFP4BlockScaling(path="folded"), None, 1.68),
     "j.l.flax_direct": Row(None, None, 1.78, True),
