@@ -52,6 +52,11 @@ REFUSED = {
     "float stream": (lambda: mj.quantize(X, STOCHASTIC, seed=1, stream=jnp.float32(3)), r"stream: got float32\[\]"),
     "words of a key": (lambda: NV(X, W, PLAIN, key=jnp.zeros(3, jnp.uint32)), r"key: got uint32\[3\].*jax.random.key"),
     "stacked keys": (lambda: NV(X, W, PLAIN, key=jnp.zeros((2, 2), jnp.uint32)), r"key: got uint32\[2, 2\]"),
+    # keys, also of recipes and casts that draw nothing
+    "int key": (lambda: MX(X, W, PLAIN, key=0), "key: got int, needed a key.*An int belongs into seed="),
+    "two keys": (lambda: jax.jit(MX, static_argnums=2)(X, W, PLAIN, key=jax.random.split(jax.random.key(0))), "Split"),
+    "key of experts": (lambda: mj.ragged_dot("mxfp8")(X, W.T[None], np.array([4]), key=1.5), "key: got float"),
+    "key of a cast": (lambda: mj.quantize(X, "mxfp8", key=np.zeros(2, np.int32)), "key: got int32, needed a key"),
     # dtypes
     "fp8": (lambda: MX(X.astype("float8_e5m2"), W, PLAIN), "lhs: got float8_e5m2.*Dequantize it first"),
     "fp4": (lambda: MX(X, W.astype("float4_e2m1fn"), PLAIN), "rhs: got float4_e2m1fn.*Dequantize it first"),

@@ -20,7 +20,7 @@ from microfloat.errors import invalid_type, invalid_value
 from microfloat.jax import scaling, transformations
 from microfloat.jax.array import check_dtype
 from microfloat.jax.backends import casts, cuda, gemms, reference
-from microfloat.jax.numerics.random import call_seed
+from microfloat.jax.numerics.random import call_seed, check_key
 from microfloat.jax.numerics.scales import tensor_amax
 from microfloat.jax.ops import check_backend
 from microfloat.jax.scaling import DelayedState, Slot
@@ -80,6 +80,8 @@ class Op:
 
 def words_of(recipe: Recipe | None, key: Array | None = None, seed: Array | int | None = None) -> Words:
     """The call seed's words; None for a recipe that draws nothing, and where there is neither key nor seed."""
+    if key is not None:
+        check_key(key)  # under any recipe, so that the next one does not refuse it
     if recipe is None or not recipe.is_stochastic or (seed is None and key is None):
         return None
     return call_seed(seed, key, repr(recipe))

@@ -27,7 +27,7 @@ from microfloat.jax.array import (
     real_array,
 )
 from microfloat.jax.backends import casts, cuda, gemms, reference
-from microfloat.jax.numerics.random import call_seed
+from microfloat.jax.numerics.random import call_seed, check_key
 from microfloat.layout import Part, Storage, array_layout, leading_axes
 from microfloat.recipes import Cast, as_cast
 from microfloat.recipes.usages import CastLike, Usage, given_amax, given_scale_enc, usages_of
@@ -81,6 +81,8 @@ def quantize(
         raise NotSupportedError(
             "backend: got 'native', needed a CUDA device, whose kernels cast. Use backend='auto' or 'reference'."
         )
+    if key is not None:
+        check_key(key)
     words = None
     if stochastic := next((usage.cast for usage in usages if usage.cast.is_stochastic), None):
         words = call_seed(seed, key, f"the stochastic Cast on {stochastic.format.name} (or rounding='nearest')")
