@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value, kind_of
 from microfloat.recipes import Recipe, get_default_recipe
@@ -163,6 +164,14 @@ class autocast:
             f"autocast(enabled={state.enabled}, recipe={state.recipe!r}, calibrating={state.calibrating}, "
             f"backend={state.backend!r})"
         )
+
+
+def _note_step(*_: object) -> None:
+    if not torch.compiler.is_compiling() and (state := ambient()) is not None and state.region is not None:
+        state.region.note_step()
+
+
+register_optimizer_step_post_hook(_note_step)
 
 
 def _check_group(group: object) -> None:

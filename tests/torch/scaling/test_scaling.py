@@ -92,6 +92,24 @@ def test_first_step_uses_one_and_documented_series() -> None:
     assert seen == [224, 56, 56, 56, 56, 112, 112, 112, 448]
 
 
+@pytest.mark.parametrize("within", [False, True], ids=["around", "in each step"])
+@pytest.mark.parametrize(("recipe", "steps"), [("delayed", 16), ("delayed", 15), ("mxfp8", 16)])
+def test_a_training_inside_one_autocast_is_told_that_its_scales_stand(recipe, steps, within) -> None:
+    layer = mf.Linear(16, 8)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.01)
+    is_told = recipe == "delayed" and steps == 16 and not within
+    told = (
+        pytest.warns(UserWarning, match="16 steps of optimizers inside one autocast")
+        if is_told
+        else contextlib.nullcontext()
+    )
+    with told, contextlib.nullcontext() if within else mf.autocast(recipe=recipe):
+        for _ in range(steps):
+            with mf.autocast(recipe=recipe):  # inside another it opens no region of its own
+                layer(torch.ones(2, 16)).sum().backward()
+            optimizer.step()
+
+
 def test_microbatches_in_one_region_equal_one_batch() -> None:  # features S3
     torch.manual_seed(0)
     recipe = DelayedScaling(amax_history_len=4)

@@ -6,6 +6,7 @@ nobody can know which backward is the last (docs/numerics.md 3.3).
 """
 
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 
@@ -31,6 +32,7 @@ LATE: set[int] = set()
 # Slot -> cast and amax of a forward inside a backward, which count only once the backward of that very forward runs.
 Late = dict[str, tuple[Cast, torch.Tensor]]
 Shared = dict[Group, Delayed]
+_MOST_STEPS = 16  # more than those of a network against which another one is trained
 _DDP = nn.parallel.DistributedDataParallel
 
 
@@ -41,7 +43,7 @@ class Region:
     rank takes part in the reduction also if none of its layers has run, such as experts without tokens.
     """
 
-    __slots__ = ("_states", "closed", "evaluates", "failed", "is_alone", "shared")
+    __slots__ = ("_states", "closed", "evaluates", "failed", "is_alone", "shared", "steps")
 
     def __init__(self) -> None:
         self.is_alone = False  # True where it was seen to begin without a process group
@@ -49,7 +51,19 @@ class Region:
         self.evaluates = False
         self.closed = False
         self.failed = False  # left by an exception
+        self.steps = 0  # of optimizers, after forwards that it must roll
         self._states: dict[LayerState, None] = {}  # layers whose forward slots it must roll
+
+    def note_step(self) -> None:
+        """Warn, once, of a whole training inside: the loss of gradients that underflow by old scales shows nowhere."""
+        self.steps += bool(self._states)
+        if self.steps == _MOST_STEPS and self._states:
+            warnings.warn(
+                f"autocast: got {_MOST_STEPS} steps of optimizers inside one autocast under delayed scaling, needed an "
+                "autocast in each step, since the exit of the outermost one is what updates the scales: they are those "
+                "from before the first step. A recipe that is pinned by convert needs no autocast.",
+                UserWarning, stacklevel=4,
+            )  # fmt: skip
 
     def close(self, completed: bool = True) -> None:
         """Roll the forward slots recorded inside.
