@@ -97,6 +97,45 @@ def test_the_index_of_a_variant_does_not_come_before_that_of_the_model(tmp_path)
     assert list(load(tmp_path)) == names[:1]
 
 
+@pytest.mark.parametrize(
+    ("names", "indexed", "read"),
+    [
+        (["model", "consolidated"], ["model", "consolidated"], "model"),
+        (["model.fp8", "model.bf16"], ["model.bf16", "model.fp8"], "model.fp8"),
+        (["model", "adapter_model"], ["adapter_model"], "model"),
+        (["consolidated", "optimizer"], ["optimizer", "consolidated"], "consolidated"),
+    ],
+)
+def test_other_indices_are_named_and_those_of_adapters_are_none_of_the_model(names, indexed, read, tmp_path):
+    folder_of(tmp_path, names)
+    for name in indexed:
+        text = json.dumps({"weight_map": {name: f"{name}.safetensors"}})
+        (tmp_path / f"{name}.safetensors.index.json").write_text(text)
+    loaded = load(tmp_path)
+    assert list(loaded) == [read]
+    named = " ".join(one.message for one in loaded.findings if one.id == "other-weights")
+    left = [name for name in names if name not in (read, "optimizer", "adapter_model")]
+    assert all(f"{name}.safetensors.index.json" in named for name in left)
+    assert {one.severity for one in loaded.findings} <= {"info"}
+
+
+def test_a_link_out_of_the_checkpoint_is_not_copied_into_another(tmp_path):
+    """A folder of somebody else may link to any file of the reader, who would publish it with the result."""
+    (tmp_path / "secret").write_text("mine")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    folder_of(folder, ["model"])
+    (folder / "real.json").write_text("{}")
+    for name, target in {"tokenizer.json": "../secret", "same.json": "real.json", "gone.json": "nowhere"}.items():
+        (folder / name).symlink_to(target)
+    report = convert(folder, tmp_path / "out", to="f16")
+    assert report.notes == ["a file is not copied, as it is a link out of the checkpoint: tokenizer.json"]
+    assert {"real.json", "same.json"} == {path.name for path in (tmp_path / "out").iterdir()} - {
+        "config.json", "model.safetensors",
+    }  # fmt: skip
+    assert not (tmp_path / "out" / "same.json").is_symlink()
+
+
 @pytest.mark.parametrize("names", [["model-Q4_K_M.gguf"], ["pytorch_model.bin", "model.onnx"], []])
 def test_files_of_other_kinds_are_named(names, tmp_path):
     for name in names:

@@ -7,7 +7,8 @@ import struct
 import numpy as np
 import pytest
 
-from microfloat.checkpoint import load
+from microfloat import reference
+from microfloat.checkpoint import Record, load, save
 from microfloat.errors import CheckpointError
 from tests.checkpoint.files import container, header_of, nvfp4, write
 
@@ -163,6 +164,24 @@ def test_a_file_that_is_cut_after_it_was_opened(tmp_path):
     os.truncate(path, path.stat().st_size - 8)
     with pytest.raises(CheckpointError, match="shorter since it was opened"):
         list(checkpoint.values())
+
+
+@pytest.mark.parametrize("place", ["out", "out.safetensors"])
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["b", "a.weight"], "Two tensors have the name 'a.weight'"),
+        (["a.weight_scale"], "Two tensors have the name 'a.weight_scale'"),
+        (["__metadata__"], "'__metadata__', which safetensors keeps for itself"),
+    ],
+)
+def test_names_that_a_file_cannot_hold_are_named_before_it_is_written(names, words, place, tmp_path):
+    q = reference.quantize(np.ones((4, 32), np.float32), "mxfp8")
+    records = [Record("a.weight", q.codes, q.scale, None, q.format, q.shape)]
+    records += [Record(name, np.full(4, 2, np.float32), logical_shape=(4,)) for name in names]
+    with pytest.raises(CheckpointError, match=words):
+        save(records, tmp_path / place, format="modelopt:mxfp8")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_name_in_two_shards(tmp_path):

@@ -23,7 +23,7 @@ from microfloat.checkpoint._saving import Job, Plan, Progress, documents, metada
 from microfloat.checkpoint._writer import Entry, Put, byte_count
 from microfloat.checkpoint.families import WRITTEN
 from microfloat.checkpoint.families.patterns import check_ignore
-from microfloat.checkpoint.folder import FILES, locate
+from microfloat.checkpoint.folder import FILES, inside, locate
 from microfloat.checkpoint.load import Checkpoint, load, opened
 from microfloat.checkpoint.records import Finding, Record
 from microfloat.errors import CheckpointError, checkpoint_error
@@ -313,7 +313,7 @@ def convert(
         if verify:
             measured.update(_verify(steps, path, target, notes, progress))
 
-    plan = Plan(jobs, configs, _copies(Path(src)), metadata_for(name, made), identity, prepare)
+    plan = Plan(jobs, configs, _copies(Path(src), notes), metadata_for(name, made), identity, prepare)
     written = write(dst, plan, max_shard_size=limit, resume=resume, progress=progress, check=check)
     report.notes = lines_of(notes)
     report.layers = [_layer(step, job, measured, inexact) for step, job in zip(steps, jobs, strict=True)]
@@ -339,16 +339,23 @@ _WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".onn
 _LARGEST_COPY = 1 << 28
 
 
-def _copies(src: Path) -> dict[str, Path]:
+def _copies(src: Path, notes: Notes) -> dict[str, Path]:
     """Tokenizer, templates and licences: small files of a folder that hold no weights."""
     if not src.is_dir():
         return {}
-    return {
+    found = {
         path.name: path
         for path in sorted(src.iterdir())
         if path.is_file() and path.stat().st_size <= _LARGEST_COPY and not path.name.startswith(".")
         and not path.name.endswith(_WEIGHTS) and path.name not in FILES
     }  # fmt: skip
+    away: list[Finding] = []
+    for name in found:
+        inside(src, name, away)
+    for one in away:
+        del found[one.tensor]
+        notes["a file is not copied, as it is a link out of the checkpoint"].append(one.tensor)
+    return found
 
 
 def check_unchanged(files: Mapping[Path, os.stat_result]) -> None:

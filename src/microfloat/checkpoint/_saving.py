@@ -95,10 +95,8 @@ def write(
     is_file = target.suffix == ".safetensors"
     groups, copies = [job.entries for job in plan.jobs], {} if is_file else plan.copies
     if is_file:
-        shards = [_writer.lay_out(target.name, [entry for group in groups for entry in group], plan.metadata)]
         _check_beside(target, plan.documents)
-    else:
-        shards = _writer.plan_shards(groups, max_shard_size, plan.metadata)
+    shards = _writer.plan_shards(groups, max_shard_size, plan.metadata, target.name if is_file else "")
     _check_absent(target)
     partial = target.with_name(target.name + PARTIAL)
     if os.path.lexists(partial) and not partial.is_dir():

@@ -18,7 +18,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from microfloat.checkpoint.container import DTYPES
+from microfloat.checkpoint.container import DTYPES, METADATA
 from microfloat.errors import CheckpointError, invalid_type, invalid_value
 
 INDEX = "model.safetensors.index.json"
@@ -75,13 +75,18 @@ def byte_count(max_shard_size: int | str) -> int:
     return count
 
 
-def plan_shards(groups: Iterable[Sequence[Entry]], limit: int, metadata: Mapping[str, str]) -> list[Shard]:
-    """Entries over files of at most `limit` bytes, each group in one; CheckpointError for a name that occurs twice."""
+def plan_shards(
+    groups: Iterable[Sequence[Entry]], limit: int, metadata: Mapping[str, str], single: str = ""
+) -> list[Shard]:  # fmt: skip
+    """Entries over files of at most `limit` bytes, each group in one, or all in the file `single`.
+
+    Raises CheckpointError for a name that occurs twice, and for the one that the format has for metadata.
+    """
     files: list[list[Entry]] = [[]]
     filled = 0
     for group in groups:
         size = sum(entry.nbytes for entry in group)
-        if files[-1] and filled + size > limit:
+        if files[-1] and filled + size > limit and not single:
             files.append([])
             filled = 0
         files[-1] += group
@@ -89,16 +94,18 @@ def plan_shards(groups: Iterable[Sequence[Entry]], limit: int, metadata: Mapping
     for name, count in Counter(entry.name for entries in files for entry in entries).items():
         if count > 1:
             raise CheckpointError(f"Two tensors have the name {name!r}; a file holds each name once.")
+        if name == METADATA:
+            raise CheckpointError(f"A tensor has the name {name!r}, which safetensors keeps for itself. Rename it.")
     count = len(files)
     names = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
-    names = names if count > 1 else ["model.safetensors"]
+    names = names if count > 1 else [single or "model.safetensors"]
     return [lay_out(name, entries, metadata) for name, entries in zip(names, files, strict=True)]
 
 
 def lay_out(name: str, entries: Sequence[Entry], metadata: Mapping[str, str]) -> Shard:
     """One file: wide dtypes come first, so that every tensor is aligned without gaps, which the format forbids."""
     ordered = tuple(sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name)))
-    table: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    table: dict[str, object] = {METADATA: dict(sorted(metadata.items()))} if metadata else {}
     starts, end = {}, 0
     for entry in ordered:
         starts[entry.name] = end

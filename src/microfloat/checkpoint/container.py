@@ -33,6 +33,7 @@ DTYPES: dict[str, tuple[int, np.dtype]] = {
         ("U64", 64, np.uint64), ("I64", 64, np.int64), ("F64", 64, np.float64), ("C64", 64, np.complex64),
     )
 }  # fmt: skip
+METADATA = "__metadata__"  # the entry of a header that describes no tensor
 _LARGEST_HEADER = 100_000_000  # bytes, the limit of the safetensors package
 _LARGEST_RANK = 32
 _LARGEST_COUNT = 1 << 62
@@ -181,12 +182,12 @@ class Container(Mapping[str, np.ndarray]):
             if not found:
                 self._fail("header", file, "the header is no JSON object.")
             return
-        metadata = header.pop("__metadata__", None)
+        metadata = header.pop(METADATA, None)
         if metadata is not None:
             if isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values()):
                 self.metadata.update(metadata)
             else:
-                self._fail("header", file, "__metadata__ must map names to strings.")
+                self._fail("header", file, f"{METADATA} must map names to strings.")
         self._memory[file] = memory
         self._add_tensors(file, header, 8 + length, size)
 

@@ -63,11 +63,15 @@ def locate(path: str | os.PathLike[str]) -> Folder:
 
 
 def _in_directory(path: Path, found: list[Finding]) -> tuple[dict[str, Path], dict[str, str] | None]:
-    indices = sorted(entry.name for entry in path.iterdir() if entry.name.endswith(_INDEX))
+    indices = sorted(
+        entry.name for entry in path.iterdir()
+        if entry.name.endswith(_INDEX) and entry.name.removesuffix(_INDEX) not in _BESIDE
+    )  # fmt: skip
     preferred = f"model{_INDEX}"
     if indices:  # the name of a variant is longer than that of the model
         index = preferred if preferred in indices else min(indices, key=len)
         files, weight_map = _of_index(path / index, found)
+        _name_others([name for name in indices if name != index], index, found)
         if left := [name for name in _missing_parts(list(files)) if (path / name).exists()]:
             message = f"it does not name {some(left)}, a part of the same files, which is not read."
             found.append(Finding("part", "warn", index, message, "Write the index again, if the part belongs to it."))
@@ -79,7 +83,7 @@ def _in_directory(path: Path, found: list[Finding]) -> tuple[dict[str, Path], di
         message = f"no *.safetensors file and no *.safetensors.index.json stands in it{beside}."
         remedy = "Other files are not read. Convert pickles (.bin, .pt) that you trust; for GGUF take its original."
         raise checkpoint_error(path, [Finding("file", "error", path.name, message, remedy)])
-    return {name: _inside(path, name, found) for name in names}, None
+    return {name: inside(path, name, found) for name in names}, None
 
 
 _NOT_READ = (".gguf", ".bin", ".pt", ".pth", ".ckpt", ".onnx", ".h5", ".msgpack", ".npz")
@@ -110,11 +114,15 @@ def _one_set(names: list[str], found: list[Finding]) -> list[str]:
         message = f"no index stands beside it, and of its parts {some(missing)} {are} missing."
         remedy = "Download the missing files; to read a part of a model, name the file."
         found.append(Finding("file", "error", made[0], message, remedy))
-    left = [name for name in sorted(names) if name not in made]
+    _name_others([name for name in sorted(names) if name not in made], "".join(made[:1]), found)
+    return made
+
+
+def _name_others(left: list[str], read: str, found: list[Finding]) -> None:
+    """Add a finding about the weights, or indices, that are not read."""
     if left:
         message = f"the folder holds other weights too, which are not read: {some(left)}."
-        found.append(Finding("other-weights", "info", made[0], message, "To read them, name the file."))
-    return made
+        found.append(Finding("other-weights", "info", read, message, "To read them, name the file."))
 
 
 def _missing_parts(names: list[str]) -> list[str]:
@@ -149,12 +157,12 @@ def _of_index(path: Path, found: list[Finding]) -> tuple[dict[str, Path], dict[s
             message = f"the index names {name[:200]!r}, which is no file inside the checkpoint."
             found.append(Finding("path", "error", path.name, message, "Do not trust this checkpoint."))
         else:
-            files[name] = _inside(path.parent, name, found)
+            files[name] = inside(path.parent, name, found)
     return files, weight_map
 
 
 def _json(root: Path, name: str, found: list[Finding]) -> Any:
-    path = _inside(root, name, found)
+    path = inside(root, name, found)
     if any(finding.id == "path" for finding in found):
         return None
     value, problems = read_json_file(path)
@@ -162,7 +170,7 @@ def _json(root: Path, name: str, found: list[Finding]) -> Any:
     return value
 
 
-def _inside(root: Path, name: str, found: list[Finding]) -> Path:
+def inside(root: Path, name: str, found: list[Finding]) -> Path:
     """The path of a file; a link out of the directory is a finding, but for the `blobs` of a Hugging Face cache."""
     path = root / name
     try:
