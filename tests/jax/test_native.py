@@ -59,7 +59,7 @@ def test_float32_block_scales_do_not_fit_bfloat16():
 
 def quantized(name, x):
     q = mj.quantize(x, name)
-    return mj.ops.as_matrix(q), emulation.kind_of(Cast(name), x.shape[1])
+    return mj.array.as_matrix(q), emulation.kind_of(Cast(name), x.shape[1])
 
 
 @pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("fp8-fp8_tensor", "values-mxfp8"))

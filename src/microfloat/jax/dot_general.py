@@ -25,13 +25,13 @@ from jax.typing import DTypeLike
 
 from microfloat.errors import invalid_value
 from microfloat.jax import calls, transformations
-from microfloat.jax.array import QuantizedArray, check_array, dequantized_spec, real_array
+from microfloat.jax.array import QuantizedArray, as_matrix, check_array, dequantized_spec, real_array
 from microfloat.jax.autocast import recipe_here
 from microfloat.jax.backends import reference
 from microfloat.jax.calls import Call, Config, Op, Seed, check_shards, check_state, place, words_of
 from microfloat.jax.numerics.dimensions import DimensionNumbers, DotDimensions, canonical_dimensions, einsum_by
 from microfloat.jax.observing import Blocks, observe_backward, observe_forward, seen_by_backward
-from microfloat.jax.ops import as_matrix, quantize, scaled_matmul
+from microfloat.jax.ops import quantize, scaled_matmul
 from microfloat.jax.scaling import DelayedState, Slot
 from microfloat.operands import GEMMS
 from microfloat.recipes import Cast, Recipe

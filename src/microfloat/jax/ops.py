@@ -16,16 +16,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from microfloat.arguments import check_choice, check_word
 from microfloat.errors import NotSupportedError, invalid_value
-from microfloat.jax import transformations
-from microfloat.jax.array import (
-    QuantizedArray,
-    as_matrix,
-    check_array,
-    check_dtype,
-    check_quantized,
-    dequantize,
-    real_array,
-)
+from microfloat.jax import array, transformations
+from microfloat.jax.array import QuantizedArray, dequantize
 from microfloat.jax.backends import casts, cuda, gemms, reference
 from microfloat.jax.numerics.random import call_seed, check_key
 from microfloat.layout import Part, Storage, array_layout, leading_axes
@@ -75,7 +67,7 @@ def quantize(
     """
     if not isinstance(axis, tuple | list):
         cast = as_cast(cast)
-    x = check_array("x", x)
+    x = array.check_array("x", x)
     usages = usages_of(cast, axis, x.ndim, stream, amax, scale_enc)
     if check_backend(backend) == "native" and cuda.capability() is None:
         raise NotSupportedError(
@@ -100,8 +92,8 @@ def _made(x: Array, usages: tuple[Usage, ...], words: Array | np.ndarray | None,
     static, traced, common_amax, common_scale = [], [], None, None
     for cast, normal, stream, amax, scale_enc in usages:
         rows = math.prod(leading_axes(x.shape, normal))
-        new_amax = given_amax(amax, cast, rows, real_array, _read)
-        new_scale = given_scale_enc(scale_enc, cast.is_delayed, real_array, _read)
+        new_amax = given_amax(amax, cast, rows, array.real_array, _read)
+        new_scale = given_scale_enc(scale_enc, cast.is_delayed, array.real_array, _read)
         common_amax = common_amax if new_amax is None else new_amax
         common_scale = common_scale if new_scale is None else new_scale
         word = _traced_word("stream", stream)
@@ -145,7 +137,7 @@ def fake_quantize(
     The straight-through estimate, in every order and mode of differentiation, also where a value saturates. Arguments
     and errors are those of `quantize`, a pair of axes included; a stochastic cast needs `seed` or `key`.
     """
-    x = check_array("x", x)
+    x = array.check_array("x", x)
     q: Any = quantize(lax.stop_gradient(x), cast, axis=axis, seed=seed, key=key, backend=backend)
     if isinstance(axis, tuple | list):
         return _straight_through(dequantize(q[0]), x), _straight_through(dequantize(q[1]), x)
@@ -208,10 +200,10 @@ def scaled_matmul(
     check_choice("accumulate", accumulate, ("fast", "split", "exact"))
     a, b = _factor("a_MK", a_MK), _factor("b_NK", b_NK)
     _check_pair(a, b)
-    dtype = check_dtype("out_dtype", a.dtype if out_dtype is None else out_dtype)
+    dtype = array.check_dtype("out_dtype", a.dtype if out_dtype is None else out_dtype)
     rows_b = math.prod(b.leading)
     if bias is not None:
-        bias = check_array("bias", bias)
+        bias = array.check_array("bias", bias)
         if bias.shape != (rows_b,):
             raise invalid_value("bias", f"shape {bias.shape}", f"[N] = [{rows_b}], one value per row of b_NK")
     compute = b.dtype if a.kind is not None and b.kind is None else a.dtype
@@ -227,7 +219,7 @@ def _product_spec(a: Factor, b: Factor, *_: Any, **__: Any) -> PartitionSpec:
 
 @partial(jax.jit, static_argnames=("plan",))
 def _scaled_matmul(a: Factor, b: Factor, bias: Array | None, *, plan: gemms.GemmPlan) -> Array:
-    y = gemms.run_gemm(as_matrix(a), as_matrix(b), plan, bias)
+    y = gemms.run_gemm(array.as_matrix(a), array.as_matrix(b), plan, bias)
     leading = (a.codes if isinstance(a, QuantizedArray) else a).shape[:-1]
     return y.reshape(*leading, y.shape[-1]) if len(leading) > 1 else y
 
@@ -243,13 +235,13 @@ class _Factor(NamedTuple):
 
 def _factor(argument: str, value: object) -> _Factor:
     if isinstance(value, QuantizedArray):
-        check_quantized(argument, value)
+        array.check_quantized(argument, value)
         kind = reference.Kind(value.format, value.hadamard, value.axis_size)
         return _Factor(value, kind, jnp.dtype(value.dtype), value.codes.shape[:-1])
-    array = check_array(argument, value)
-    if array.ndim == 0:
+    x = array.check_array(argument, value)
+    if x.ndim == 0:
         raise invalid_value(argument, "a 0-d array", "a matrix [R, C] in operand form", "Reshape it first.")
-    return _Factor(array, None, array.dtype, array.shape[:-1])
+    return _Factor(x, None, x.dtype, x.shape[:-1])
 
 
 def _check_pair(a: _Factor, b: _Factor) -> None:
@@ -286,9 +278,9 @@ def _traced_word(argument: str, value: object) -> Array | np.uint32:
     return np.uint32(check_word(argument, value))
 
 
-def _read(array: Array) -> np.ndarray | None:
+def _read(x: Array) -> np.ndarray | None:
     """The values of an array, or None while it is traced."""
-    return None if isinstance(array, Tracer) else np.asarray(array)
+    return None if isinstance(x, Tracer) else np.asarray(x)
 
 
 def quantize_numpy(x: np.ndarray, cast: Cast, amax: np.ndarray | None) -> Quantized:
