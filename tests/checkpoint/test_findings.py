@@ -1,5 +1,7 @@
 """Findings about whole checkpoints: ignore lists of three dialects, fused groups, NaN, others (features K7, I7)."""
 
+import json
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -110,6 +112,94 @@ def test_a_weight_without_a_module_is_named_in_a_configuration_of_several_format
     found = load(tmp_path / "mixed")
     assert {name: str(found[name].format) for name in found} == formats
     assert not found.findings
+
+
+CT_FP8 = {
+    "quant_method": "compressed-tensors", "format": "float-quantized",
+    "config_groups": {"group_0": {
+        "targets": ["model.layers.0.mlp.up_proj", "re:model[.]layers[.][1-3][.]mlp[.](up|gate)_proj"],
+        "weights": {"num_bits": 8, "strategy": "channel"},
+        "input_activations": {"num_bits": 8, "strategy": "token", "dynamic": True},
+    }},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("prefix", "layers"),
+    [
+        ("model.", (0, 2)), ("layers.", (0,)), ("model.language_model.", (0, 2)), ("language_model.model.", (0, 2)),
+        ("_orig_mod.model.", (0, 2)), ("module.model.", (0, 3)), ("model._orig_mod.", (0, 1)),
+        ("module._orig_mod.model.language_model.", (0, 1)),
+    ],
+)  # fmt: skip
+def test_a_layer_is_known_under_the_names_of_wrapped_and_multimodal_models(prefix, layers, tmp_path):
+    """Its activations were lost otherwise. A model without any prefix is told by whole names alone."""
+    names = [f"{prefix.removesuffix('layers.')}layers.{i}.mlp.up_proj" for i in layers]
+    tensors = {f"{name}.weight": fp8(4, 32) for name in names} | {f"{name}.weight_scale": ONES for name in names}
+    tensors |= {f"{prefix}visual.layers.0.mlp.gate_up.weight": np.ones((4, 32), np.float32)}
+    found = load(write(tmp_path / "model.safetensors", tensors, config=CT_FP8).parent)
+    assert [found[f"{name}.weight"].activation["scheme"] for name in names] == ["dynamic"] * len(names)
+    assert found.findings == []
+
+
+@pytest.mark.parametrize(
+    ("method", "pattern"),
+    [
+        ({"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}, "model.layers.1.mlp.up_proj"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}, "model.layers.1*"),
+        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "re:model.layers.1.*"),
+    ],
+)
+def test_a_plain_layer_is_ignored_under_its_other_names(method, pattern, tmp_path):
+    for prefix in ("model.language_model", "_orig_mod.model", "module.language_model.model"):
+        tensors = layer(f"{prefix}.layers.0.mlp.up_proj") if "quant_algo" in method else {}
+        tensors[f"{prefix}.layers.1.mlp.up_proj.weight"] = np.ones((4, 32), np.float32)
+        (found,) = announced({"config.json": {"quantization_config": {**method, "ignore": [pattern]}}})
+        assert found.ignored(f"{prefix}.layers.1.mlp.up_proj") == pattern
+        assert found.ignored(f"{prefix}.layers.0.mlp.up_proj") is None
+        config = {**method, "ignore": [pattern, "lm_head"]}
+        if "quant_algo" in method:
+            assert load(write(tmp_path / "model.safetensors", tensors, config=config)).findings == []
+    everything = {**method, "ignore": ["re:.*language_model.*"]}
+    assert announced({"config.json": {"quantization_config": everything}})[0].ignored("model.visual.layers.0") is None
+
+
+def test_a_second_configuration_is_read_where_its_entries_stand_in_it_themselves(tmp_path):
+    path = write(tmp_path / "model.safetensors", layer("a") | {"a.input_scale": np.float32(0.5)})
+    for text, confidence in (({"quantization": {"quant_algo": "FP8"}}, 0.5), ({"quant_algo": "NVFP4"}, 1.0)):
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps(text))
+        assert detect(path).confidence == confidence
+    convert(tmp_path, tmp_path / "out", to="bf16")
+    assert not (tmp_path / "out" / "hf_quant_config.json").exists()
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": "NVFP4"}')
+    (finding,) = load(path).findings
+    assert finding.message == "quantization: str, needed an object; it is not read."
+
+
+@pytest.mark.parametrize(("algorithm", "is_announced"), [("FP8", True), ("NVFP4", False), ("INT8", False)])
+@pytest.mark.parametrize("to", ["ct:nvfp4", "modelopt:nvfp4"])
+def test_a_cache_of_another_format_is_not_announced_as_fp8(algorithm, is_announced, to, tmp_path):
+    path = write(tmp_path / "model.safetensors", layer("a"))
+    second = {"quantization": {"quant_algo": "W4A16_NVFP4", "kv_cache_quant_algo": algorithm}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(second))
+    report = convert(path.parent, tmp_path / "out", to=to)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert bool(config.get("kv_cache_scheme")) == is_announced
+    assert any(f"'kv_cache_quant_algo': {algorithm} is not read" in note for note in report.notes) != is_announced
+
+
+@pytest.mark.parametrize("last", ["weight_scale_inv", "weight_scale_2", "weight_outer_scale"])
+def test_a_second_scale_that_is_not_read_is_a_warning(last, tmp_path):
+    tensors = {
+        "a.weight": fp8(4, 32),
+        "a.weight_scale": np.float32(2),
+        f"a.{last}": np.float32(0.5),
+        "a.weight_sum": ONES,
+    }
+    found = load(write(tmp_path / "model.safetensors", tensors)).findings
+    assert {one.message.split()[3].rstrip(";"): one.severity for one in found if one.id == "orphan"} == {
+        f"a.{last}": "warn", "a.weight_sum": "info",
+    }  # fmt: skip
 
 
 def test_foreign_states_orphans_and_refused_methods(tmp_path):

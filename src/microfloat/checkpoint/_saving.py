@@ -404,12 +404,10 @@ def documents(
             kinds.setdefault(kind_of_layer(record.format, record.activation), []).append(module_of(record.name))
         elif is_linear(record):
             kept.add(module_of(record.name))
-    described = {dialect.document[0]: dialect.document[1] for dialect in DIALECTS if dialect.document}
-    others = {
-        file: {name: value for name, value in without_quantization(existing[file]).items() if name != key}
-        for file, key in described.items() if isinstance(existing.get(file), dict)
-    }  # fmt: skip
-    others = {file: one for file, one in others.items() if set(one) - {"producer"}}  # params.json describes the model
+    params = existing.get("params.json")  # of the model, where hf_quant_config.json describes a quantization alone
+    params = without_quantization(params) if isinstance(params, dict) else {}
+    params = {name: value for name, value in params.items() if name != "quantization"}
+    others = {"params.json": params} if params else {}
     write = dialect_of(family).write
     if write is None or not kinds:
         return {**({"config.json": base} if base else {}), **others}

@@ -282,7 +282,10 @@ class _Grouping:
                     self.claimed.add(name)
                     if not is_known:
                         message = f"{entry.family.name} knows no {name}; it is kept with the extras of its module."
-                        self.findings.append(Finding("orphan", "info", parameter, message))
+                        is_scale = "scale" in last
+                        remedy = "Where values are multiplied by it, this is another layout: see format=." * is_scale
+                        severity = "warn" if is_scale else "info"
+                        self.findings.append(Finding("orphan", severity, parameter, message, remedy))
             if extras:
                 self.entries[parameter] = replace(entry, extras=extras)
 

@@ -15,7 +15,7 @@ from microfloat.arguments import as_path
 from microfloat.checkpoint.container import Container, read_json_file
 from microfloat.checkpoint.families import DIALECTS, Announcement, Read
 from microfloat.checkpoint.records import Finding, some
-from microfloat.errors import checkpoint_error, kind_of
+from microfloat.errors import checkpoint_error
 
 _INDEX = ".safetensors.index.json"
 _CONFIG = "config.json"
@@ -195,15 +195,17 @@ def announced(configs: Mapping[str, Any]) -> list[Announcement]:
 def misread(configs: Mapping[str, Any]) -> list[Finding]:
     """A warning for each description of a quantization that is no object, so that nothing of it is read."""
     return [
-        Finding("config-disagrees", "warn", place, f"{key} is {kind_of(value)}, needed an object; it is not read.")
+        Finding("config-disagrees", "warn", place, f"{key}: {type(value).__name__}, needed an object; it is not read.")
         for place, key, value, _ in _described(configs) if value is not None and not isinstance(value, dict)
     ]  # fmt: skip
 
 
 def has_cache(configs: Mapping[str, Any]) -> bool:
-    """True where the configurations speak of scales for the KV cache."""
+    """True where the configurations speak of scales for a KV cache of FP8, the one that families announce."""
     found = [value for _, _, value, _ in _described(configs) if isinstance(value, dict)]
-    return any(value.get("kv_cache_scheme") or value.get("kv_cache_quant_algo") for value in found)
+    schemes = [value.get("kv_cache_scheme") for value in found]
+    bits = [one.get("num_bits", 8) if isinstance(one, dict) else 8 for one in schemes if one]
+    return 8 in bits or any(value.get("kv_cache_quant_algo") == "FP8" for value in found)
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -222,8 +224,12 @@ def _described(configs: Mapping[str, Any]) -> Iterator[tuple[str, str, Any, Read
     for dialect in DIALECTS:
         file, key = dialect.document or ("", "")
         second = configs.get(file)
-        if dialect.read is not None and isinstance(second, dict) and key in second:
-            value = second[key]
+        if (
+            dialect.read is not None
+            and isinstance(second, dict)
+            and not second.keys().isdisjoint((key, *dialect.entries))
+        ):
+            value = second.get(key, second)  # its entries stand in it themselves
             value = {"producer": second.get("producer"), **value} if isinstance(value, dict) else value
             yield file, key, value, dialect.read
 

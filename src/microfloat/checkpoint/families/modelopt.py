@@ -41,6 +41,9 @@ _KNOWN = (
     "exclude_modules", "ignore", "quantized_layers", "config_groups", "pre_quant_scale",
 )  # fmt: skip
 
+_CACHE_ALGORITHM = "kv_cache_quant_algo"  # FP8 is read
+_WITHOUT_CACHE = tuple(one for one in _KNOWN if one != _CACHE_ALGORITHM)
+
 
 def read(file: str, config: dict[str, Any]) -> Announcement:
     """Both configurations of ModelOpt: `ignore` or `exclude_modules`, and a table of layers where algorithms differ."""
@@ -74,7 +77,7 @@ def read(file: str, config: dict[str, Any]) -> Announcement:
         rules["*"] = rules["*"]._replace(activation="none", activation_format=None, needs_scale=False)
     return Announcement(
         file, _METHOD, words, rules if algorithm == "MIXED_PRECISION" else {}, rules.get("*"), ignore, SHELL,
-        findings=unknown_entries(file, config, _KNOWN),
+        findings=unknown_entries(file, config, _KNOWN if config.get(_CACHE_ALGORITHM) == "FP8" else _WITHOUT_CACHE),
     )  # fmt: skip
 
 

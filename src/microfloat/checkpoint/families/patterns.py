@@ -119,6 +119,18 @@ def parents_of(module: str) -> list[str]:
     return [".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)]
 
 
+_WRAPPED = re.compile(r"(^|\.)(_orig_mod|language_model)\.|^module\.")
+_OUTER = re.compile(r"(?:(?:module|model|language_model)\.)*(?=layers\.)")
+_PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")
+
+
+def _other_names(module: str) -> list[str]:
+    """The names of a layer without wrappers (torch.compile, DDP), and in text and multimodal models."""
+    bare = module.replace("_orig_mod.", "")
+    outer = _OUTER.match(bare)
+    return [bare] if outer is None else [prefix + bare[outer.end() :] for prefix in _PREFIXES]
+
+
 class Syntax(NamedTuple):
     """One way to match: `is_name` of a pattern that is a whole name, and the matcher of any other (None: not safe)."""
 
@@ -173,10 +185,15 @@ class Patterns:
         self._seen: dict[str, str | None] = {}
 
     def first(self, module: str) -> str | None:
-        """The pattern that covers a module, its own name before others; None where none does."""
+        """The pattern that covers a module, its own name before others; None where none does.
+
+        Expressions may cover whole models, and are compared with the other names of wrapped and text models alone.
+        """
         if module not in self._seen:
-            others = (text for text, matches in self.matchers if matches(module))
-            self._seen[module] = module if module in self.names else next(others, None)
+            names = [module, *_other_names(module)]
+            compared = names if _WRAPPED.search(module) else names[:1]
+            others = (text for text, matches in self.matchers if any(map(matches, compared)))
+            self._seen[module] = next((name for name in names if name in self.names), None) or next(others, None)
         return self._seen[module]
 
     def around(self, module: str) -> str | None:
