@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from microfloat.arguments import check_choice, check_int, check_name, check_number
+from microfloat.arguments import check_bool, check_choice, check_int, check_name, check_number
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value, unknown_name
 from microfloat.formats import E2M1, SCALE_E4M3, SCALE_E8M0, SCALE_FP32, ElementFormat, ScaledFormat, ScaleFormat
 
@@ -78,8 +78,9 @@ class ScaleRule:
             if not isinstance(getattr(self, field), kind):
                 raise invalid_type(f"ScaleRule.{field}", type(getattr(self, field)), f"a {kind}")
         given = self.thresholds
-        for value in given.values() if isinstance(given, dict) else [given] if isinstance(given, int) else ():
+        for value in given.values() if isinstance(given, dict) else () if isinstance(given, str | None) else [given]:
             check_int("ScaleRule.thresholds", value, 1, 1 << 23)
+        check_bool("ScaleRule.power_of_two", self.power_of_two)
         if self.kind is None:
             threshold = isinstance(self.thresholds, dict | int) or self.thresholds in _THRESHOLDS
             simple = "threshold" if threshold else "ratio" if self.power_of_two else self.name
@@ -149,7 +150,8 @@ _ALIASES = {"four_over_six": "four_over_six_mae_256"}
 def check_kind(rule: ScaleRule, who: str) -> None:
     """Raise NotSupportedError for a rule of a kind that `who`, which computes all of KINDS, does not know."""
     if rule.kind not in KINDS:
-        raise NotSupportedError(f"{who}: got {unknown_kind(rule)}, needed one of a kind that it computes: {KINDS}.")
+        needed = f"a kind that it computes, by thresholds=, two_level= or power_of_two=: one of {KINDS}"
+        raise NotSupportedError(f"{who}: got {unknown_kind(rule)}, needed {needed}.")
 
 
 def unknown_kind(rule: ScaleRule) -> str:
@@ -218,7 +220,7 @@ def _check_level(level: TwoLevel, name: str, fmt: ScaledFormat) -> None:
     if level.tensor_scale and fmt.tensor_scale is None:
         raise invalid_value(
             "scale_rule", f"{name!r} on {fmt.name}, which has no tensor scale", "a format with tensor_scale='tensor'",
-            "Use NVFP4, or the rule 'one_level_e4m3'.",
+            "Give it one, or use the rule 'one_level'; in a rule of your own TwoLevel.of(..., one_level=True).",
         )  # fmt: skip
     if not is_own:
         return

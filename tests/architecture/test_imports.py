@@ -157,9 +157,19 @@ for write in ("import microfloat.{}", "from microfloat import {}", "microfloat.{
 
 
 def test_the_torch_front_end_without_torch_names_the_extra(fresh_python):
-    done = fresh_python(WITHOUT, "torch", "torch")
+    doors = """
+for name in ("transformers", "torchtitan", "vllm"):
+    try:
+        __import__("microfloat.integrations." + name)
+    except Exception as error:
+        print(type(error).__name__, error)
+"""
+    done = fresh_python(WITHOUT + doors, "torch", "torch")
     assert done.returncode == 0, done.stderr
-    imported, from_root, attribute = done.stdout.splitlines()
+    imported, from_root, attribute, *others = done.stdout.splitlines()
+    missing = "MissingPackageError microfloat.integrations needs the package torch, which is not installed"
+    assert len(others) == 3
+    assert all(line.startswith(missing) and 'pip install ".[torch]"' in line for line in others)
     assert imported == from_root
     assert imported.startswith(
         "MissingPackageError True microfloat.torch needs the package torch, which is not installed"

@@ -63,6 +63,7 @@ def test_a_plan_is_what_convert_reads(microfloat, model, tmp_path):
     }
     wrong = ("convert", model, tmp_path / "other", "--to", "ct:mixed", "--placement")
     microfloat(*wrong, tmp_path / "nowhere.json").refuses("--placement: got")
+    microfloat(*wrong[:-1]).refuses("--placement FILE")
     path.write_text('{"rules": [["*.experts.*", "mxfp8"]]}')
     microfloat(*wrong, path).refuses("(rules[0])")
 

@@ -172,9 +172,27 @@ def test_a_layer_with_a_product_of_its_own_keeps_it():
     def doubled(*arguments, **options):
         return 2 * jax.lax.dot_general(*arguments, **options)
 
-    layer = nnx.Linear(4, 4, rngs=nnx.Rngs(0), dot_general=doubled)
-    assert "product of its own, in its attribute dot_general" in mnnx.convert(layer, "mxfp8").skipped[""]
-    assert mnnx.revert(layer).dot_general is doubled
+    model = nnx.Dict(
+        own=nnx.Linear(4, 4, rngs=nnx.Rngs(0), dot_general=doubled), plain=nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    )
+    assert "product of its own, in its attribute dot_general" in mnnx.convert(model, "mxfp8").skipped["own"]
+    assert mnnx.revert(model)["own"].dot_general is doubled
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        (None, {}, "it has no nnx.Linear"),
+        ("lm_head", {}, r"default rule.*exclude=\(\) excludes nothing"),
+        ("up", {"filter": lambda name, layer: False}, "filter returned False.*the name first"),
+        ("up", {"exclude": ["u*"]}, "name matches 'u\\*'"),
+    ],
+)
+def test_a_conversion_of_nothing_is_an_error_as_in_torch(name, options, reason):
+    model = nnx.Dict({} if name is None else {name: nnx.Linear(4, 4, rngs=nnx.Rngs(0))})
+    with pytest.raises(InvalidValueError, match=f"model: got a Dict without a layer to convert.*{reason}"):
+        mnnx.convert(model, "mxfp8", **options)
+    assert name != "up" or not mnnx.convert(model, Placement([("up", None)])).converted  # which is no mistake
 
 
 @pytest.mark.slow("further JAX programs of a checked kind")

@@ -24,6 +24,7 @@ from microfloat.recipes import (
     MXFP8BlockScaling,
     Placement,
     Recipe,
+    ScaleRule,
 )
 from tests.formats.elements import every_element
 
@@ -216,6 +217,18 @@ def test_a_stock_name_stands_for_the_stock_numbers():
     assert element(4, 3, 7, 448, False, True, "E4M3") == E4M3
     with pytest.raises(InvalidValueError, match=r"ElementFormat\.name: got 'E4M3' for other numbers"):
         element(4, 3, 8, 240.0, False, False, "E4M3")
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"thresholds": 1.5}, "thresholds"), ({"thresholds": [3]}, "thresholds"), ({"thresholds": True}, "thresholds"),
+        ({"power_of_two": "yes"}, "power_of_two"), ({"power_of_two": 1}, "power_of_two"),
+    ],
+)  # fmt: skip
+def test_numbers_of_a_scale_rule_of_a_wrong_type(options, field):
+    with pytest.raises(InvalidTypeError, match=rf"ScaleRule\.{field}: got"):
+        ScaleRule("mine", SCALE_E8M0, **options)
 
 
 def test_every_element_that_can_be_built_encodes_and_decodes():

@@ -81,8 +81,11 @@ def test_two_level_rules_take_their_numbers_from_the_formats_and_need_a_tensor_s
             Cast(eight_bit, rule)
     one_level = ScaledFormat("mine", formats.E2M1, formats.SCALE_E4M3, (1, 16))
     assert Cast(one_level).scale_rule == "one_level_e4m3"
-    with pytest.raises(InvalidValueError, match="Use NVFP4, or the rule 'one_level_e4m3'"):
-        Cast(one_level, "two_level")
+    scale = formats.ScaleFormat("UE4M4", exponent_bits=4, mantissa_bits=4, bias=7)
+    for fmt in (one_level, ScaledFormat("mine", formats.E3M2, scale, (1, 16))):  # the remedy serves every scale
+        with pytest.raises(InvalidValueError, match=r"Give it one, or use the rule 'one_level'.*one_level=True"):
+            Cast(fmt, "two_level")
+        assert Cast(fmt, "one_level").rule.two_level.tensor_scale is False
 
 
 @pytest.mark.parametrize("epsilon", [-1.0, float("nan"), float("inf"), 1e39, "0", None, True])

@@ -205,7 +205,10 @@ def test_files_of_placements(tmp_path):
     text = placement.to_json(file)
     assert Placement.from_json(file) == placement == Placement.from_dict(placement.to_dict())
     assert file.read_text() == text == placement.to_json()
-    for bad, word in (("[]", "data"), ("{", "a JSON file of Placement.to_json"), ('{"rule": []}', "rules")):
+    for bad, word in (
+        ("[]", "data"), ("{", "a JSON file of Placement.to_json"), ('{"rule": []}', "rules"),
+        (json.dumps(MXFP8BlockScaling().to_dict()), r"the dictionary of a Recipe.*Placement\(\[\('\*', recipe"),
+    ):  # fmt: skip
         file.write_text(bad)
         with pytest.raises((InvalidValueError, InvalidTypeError), match=word):
             Placement.from_json(file)

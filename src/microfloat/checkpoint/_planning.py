@@ -147,7 +147,7 @@ def _hint_of(to: str) -> str:
     if to.lower() in ("native", "microfloat:native"):
         return "That is the container alone; its targets name the format in it, such as microfloat:nvfp4_row."
     if to in MIXED:
-        return "It takes a placement, which says the format of each layer."
+        return "It takes a placement, the format of each layer: --placement FILE, as `microfloat plan --out` writes it."
     *first, last = [repr(name) for name in WRITTEN if name.partition(":")[2] == to.lower()] or [""]
     return f"Did you mean {', '.join(first) + ' or ' if first else ''}{last}?" if last else ""
 

@@ -168,6 +168,9 @@ class Placement:
         """The Placement that `to_dict` described; a recipe may be a name too. Raises as the constructor does, and
         InvalidValueError for other keys.
         """
+        if isinstance(data, Mapping) and "recipe" in data:
+            remedy = "Read it by Recipe.from_dict, which gives what is accepted here as Placement([('*', recipe)])."
+            raise invalid_value("data", "the dictionary of a Recipe", "that of a Placement", remedy)
         check_keys("data", data, ("rules",))
         rules = data["rules"].items() if isinstance(data["rules"], dict) else data["rules"]
         if not isinstance(rules, list | tuple | ItemsView):
@@ -429,6 +432,19 @@ def gates_of_mlps(exclude: Sequence[str], shapes: Mapping[str, tuple[int, int] |
         if last == "gate" and shape is not None:
             gates[name] = [f"{path}.{up}" if path else up for up in ("up", "up_proj")], shape
     return frozenset(name for name, (ups, shape) in gates.items() if any(shapes.get(up) == shape for up in ups))
+
+
+def nothing_left(model: object, verb: str, reasons: Iterable[str], layers: Sequence[str], fix: str = "") -> Exception:
+    """The error of a function that finds no layer to work on; `layers`: what a model may have, short and in full."""
+    reasons = list(dict.fromkeys(reasons)) or [f"it has no {layers[0]}"]
+    if FILTERED in reasons:
+        fix = fix or "The filter is called as filter(name, module), the name first."
+    elif any("exclude=()" in reason for reason in reasons):
+        fix = fix or "exclude=() excludes nothing."
+    return invalid_value(
+        "model", f"a {type(model).__name__} without a layer to {verb} ({'; '.join(reasons[:4])})",
+        f"{layers[1]} that filter and exclude leave in", fix,
+    )  # fmt: skip
 
 
 def why_left_out(

@@ -540,6 +540,9 @@ def test_the_report_names_what_convert_cannot_see_and_the_share_it_converted() -
         (nn.Sequential(nn.Linear(8, 8)), {"filter": lambda name, layer: False}, "filter returned False.*name first"),
         (nn.Sequential(nn.Bilinear(4, 4, 4)), {"fuse": True}, "needed an nn.Linear"),
         (nn.MultiheadAttention(8, 2), {}, "multiplies with it without calling a Linear"),
+        (nn.Sequential(nn.Linear(8, 8)).double(), {}, "its weight has torch.float64, .*model.float.. first"),
+        (nn.Sequential(nn.Linear(8, 8, dtype=torch.complex64)), {}, "its weight has torch.complex64, which no recipe"),
+        (mf.Linear(8, 8, dtype=torch.float64), {}, "its weight has torch.float64"),
     ],
     ids=lambda value: str(value)[:12],
 )
@@ -551,7 +554,9 @@ def test_a_conversion_of_nothing_is_an_error_as_quantizing_nothing_is(model, opt
     options.pop("fuse", None)
     with pytest.raises(InvalidValueError, match=f"without a layer to quantize.*{reason}"):
         mf.quantize_(model, mf.WeightOnly("mxfp8"), **options)
-    # What a placement leaves in high precision by name is no mistake.
+    # What a placement leaves in high precision by name is no mistake, nor is a part of another dtype.
+    mixed = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).double(), nn.Linear(8, 8).half())
+    assert mf.convert(mixed, "mxfp8").converted == ["0", "2"]
     layers = nn.Sequential(nn.Linear(8, 8))
     assert mf.convert(layers, mf.Placement([("*", None)])).converted == []
 

@@ -54,7 +54,8 @@ def convert(
     A layer whose product is neither Flax's nor this library's is left out too. `rngs` feeds stochastic recipes.
     Parameters are untouched. State of layers that nnx.vmap made, stacked along their first axis, is stacked like their
     kernels. Returns a report that prints as a table. Raises InvalidTypeError and InvalidValueError for other arguments,
-    PlacementError for patterns that match no layer; then nothing changes.
+    PlacementError for patterns that match no layer, and InvalidValueError where no layer is left to convert; then
+    nothing changes.
     """
     check_model(model)
     recipe = Placement(dict(recipe)) if isinstance(recipe, Mapping) else placement.as_placement(recipe)
@@ -78,7 +79,11 @@ def convert(
     rows = [_install(name, layer, target, *made[name]) for name, layer, target in layers]
     if isinstance(recipe, Placement):
         rows = [replace(row, reason=row.reason or recipe.of_gemms(row.name, list(made))) for row in rows]
-    report = ConversionReport(tuple(rows), _share(model, layers, rows), tuple(_unseen(model, layers)))
+    unseen = tuple(_unseen(model, layers))
+    if all(row.action == "skipped" for row in rows):
+        layers_of_flax = "nnx.Linear, LinearGeneral or Einsum", "an nnx.Linear, LinearGeneral, Einsum or experts"
+        raise placement.nothing_left(model, "convert", [row.reason for row in (*rows, *unseen)], layers_of_flax)
+    report = ConversionReport(tuple(rows), _share(model, layers, rows), unseen)
     _LOG.info("%s", report)
     return report
 

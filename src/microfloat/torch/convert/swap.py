@@ -19,7 +19,6 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from microfloat.arguments import check_bool
-from microfloat.errors import MicrofloatError, invalid_value
 from microfloat.recipes import Placement, Recipe, WeightActivation, WeightOnly, placement
 from microfloat.recipes.names import as_recipe
 from microfloat.recipes.placement import DEFAULT_EXCLUDE, ConversionReport, ConversionRow
@@ -42,7 +41,7 @@ from microfloat.torch.nn.forward_rules import instructions_of
 from microfloat.torch.nn.grouped_linear import GroupedLinear
 from microfloat.torch.nn.linear import OWN_ATTRIBUTES, Linear, RecipeLayer
 from microfloat.torch.scaling import buffers as layer_state
-from microfloat.torch.tensor.checks import check_model
+from microfloat.torch.tensor.checks import INPUT_DTYPES, check_model
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -107,18 +106,11 @@ def report_of(
     return report
 
 
-def nothing_left(model: nn.Module, rows: Sequence[ConversionRow], verb: str, remedy: str = "") -> MicrofloatError:
+def nothing_left(model: nn.Module, rows: Sequence[ConversionRow], verb: str, remedy: str = "") -> Exception:
     """The error of a function that finds no layer to work on, with the reasons of the rows; `verb`: what it does."""
-    unseen = [row.reason for row in _unseen(model)]
-    reasons = dict.fromkeys([row.reason for row in rows] + unseen) or ["it has no nn.Linear or GroupedLinear"]
-    if placement.FILTERED in reasons:
-        remedy = remedy or "The filter is called as filter(name, module), the name first."
-    elif any("exclude=()" in reason for reason in reasons):
-        remedy = remedy or "exclude=() excludes nothing."
-    return invalid_value(
-        "model", f"a {type(model).__name__} without a layer to {verb} ({'; '.join(list(reasons)[:4])})",
-        "an nn.Linear, a GroupedLinear or experts that filter and exclude leave in", remedy,
-    )  # fmt: skip
+    reasons = [row.reason for row in (*rows, *_unseen(model))]
+    layers = "nn.Linear or GroupedLinear", "an nn.Linear, a GroupedLinear or experts"
+    return placement.nothing_left(model, verb, reasons, layers, remedy)
 
 
 def scale_groups(configs: Mapping[str, Config], fuse: Sequence[str] = placement.DEFAULT_FUSE) -> list[list[str]]:
@@ -266,7 +258,16 @@ def _refusal(
             return f"{kind.__name__} is a subclass of nn.Linear with a behaviour of its own; {_WAY_OUT}"
         if not _calls_forward_of(module, plain):
             return "its forward was replaced on the instance (by a hook?); convert the model before that"
-    return placement.why_left_out(name, module, exclude, keep, gates)
+    return why_not_dtype(module) or placement.why_left_out(name, module, exclude, keep, gates)
+
+
+def why_not_dtype(layer: nn.Module, key: str = "weight") -> str | None:
+    """Reason why no recipe takes the dtype of a parameter, or None; codes are taken."""
+    weight = layer._parameters.get(key)
+    if weight is None or isinstance(weight, QuantizedTensor) or weight.dtype in INPUT_DTYPES:
+        return None
+    remedy = "; call model.float() first" if weight.dtype == torch.float64 else ""
+    return f"its {key} has {weight.dtype}, which no recipe takes{remedy}"
 
 
 def _share(model: nn.Module, running: set[int]) -> float:

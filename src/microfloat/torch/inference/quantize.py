@@ -42,7 +42,7 @@ from microfloat.torch.nn.grouped_linear import GroupedLinear
 from microfloat.torch.nn.linear import RecipeLayer
 from microfloat.torch.reference._grid import spread
 from microfloat.torch.scaling.buffers import larger_amax
-from microfloat.torch.tensor.checks import INPUT_DTYPES, check_model, with_path
+from microfloat.torch.tensor.checks import check_model, with_path
 from microfloat.torch.tensor.ops import quantize
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 
@@ -331,8 +331,8 @@ def _why_not_stored(layer: nn.Module, config: Recipe | None) -> str | None:
             return f"its {key} is quantized already ({weight.format})"
         if type(weight) is not nn.Parameter:
             return f"its {key} is no plain Parameter (a parametrization, or a distributed tensor)"
-        if weight.dtype not in INPUT_DTYPES:
-            return f"its {key} has {weight.dtype}"
+        if reason := swap.why_not_dtype(layer, key):
+            return reason
     if isinstance(layer, nn.Embedding) and (layer.max_norm is not None or layer.sparse):
         return "it renormalises its rows, or has sparse gradients (max_norm, sparse)"
     if isinstance(layer, nn.Embedding) and config is not None and config.fprop.rhs.format.is_tile:  # type: ignore[union-attr]
