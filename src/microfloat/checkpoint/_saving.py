@@ -290,7 +290,7 @@ def planned(
     jobs = []
     for record, family in zip(every, families, strict=True):
         tensors = {record.name: record.codes}
-        if not has_divisor(record, family):
+        if record.tensor_scale is not None and not has_divisor(record, family):
             got, needed = f"a tensor scale of {np.min(record.tensor_scale):g}", f"its reciprocal, which {format} stores"
             raise invalid_value(
                 record.name, got, needed, "Quantize the values again, or choose a format that multiplies."
