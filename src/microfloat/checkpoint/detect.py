@@ -282,9 +282,8 @@ class _Grouping:
                     self.claimed.add(name)
                     if not is_known:
                         message = f"{entry.family.name} knows no {name}; it is kept with the extras of its module."
-                        is_scale = "scale" in last
-                        remedy = "Where values are multiplied by it, this is another layout: see format=." * is_scale
-                        severity = "warn" if is_scale else "info"
+                        other = "Where values are multiplied by it, this is another layout: see format=."
+                        severity, remedy = ("warn", other) if "scale" in last else ("info", "")
                         self.findings.append(Finding("orphan", severity, parameter, message, remedy))
             if extras:
                 self.entries[parameter] = replace(entry, extras=extras)

@@ -141,16 +141,16 @@ _MOST_PARTS = 10_000
 def _of_index(path: Path, found: list[Finding]) -> tuple[dict[str, Path], dict[str, str] | None]:
     index = _json(path.parent, path.name, found)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+    if (
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(one, str) for one in weight_map.values())
+    ):
         if not any(finding.tensor == path.name for finding in found):  # the text has a finding of its own
-            message = "weight_map must map names of tensors to names of files."
-            found.append(Finding("index", "error", path.name, message))
+            message = "weight_map must map names of tensors, one at least, to names of files."
+            remedy = "Write it again, or name the file with the weights."
+            found.append(Finding("index", "error", path.name, message, remedy))
         return {}, None
-    if not weight_map:
-        message = "its weight_map names no tensor, so that nothing would be read."
-        found.append(
-            Finding("index", "error", path.name, message, "Write it again, or name the file with the weights.")
-        )
     files = {}
     for name in sorted(set(weight_map.values())):
         if not name or "\0" in name or os.path.isabs(name) or PureWindowsPath(name).drive or ".." in Path(name).parts:
@@ -224,12 +224,9 @@ def _described(configs: Mapping[str, Any]) -> Iterator[tuple[str, str, Any, Read
     for dialect in DIALECTS:
         file, key = dialect.document or ("", "")
         second = configs.get(file)
-        if (
-            dialect.read is not None
-            and isinstance(second, dict)
-            and not second.keys().isdisjoint((key, *dialect.entries))
-        ):
-            value = second.get(key, second)  # its entries stand in it themselves
+        keys = (key, *dialect.entries)
+        if dialect.read is not None and isinstance(second, dict) and any(one in second for one in keys):
+            value = second.get(key, second)  # or the entries stand in the file themselves
             value = {"producer": second.get("producer"), **value} if isinstance(value, dict) else value
             yield file, key, value, dialect.read
 

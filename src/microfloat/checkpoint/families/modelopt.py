@@ -37,12 +37,9 @@ _ALGORITHMS = {
 }
 _SUBSTRINGS_UNTIL = (0, 39)  # until this version a pattern covers every name that contains it
 _KNOWN = (
-    "quant_method", "quant_algo", "quantization", "kv_cache_quant_algo", "kv_cache_scheme", "group_size", "producer",
+    "quant_method", "quant_algo", "quantization", "kv_cache_scheme", "group_size", "producer",
     "exclude_modules", "ignore", "quantized_layers", "config_groups", "pre_quant_scale",
 )  # fmt: skip
-
-_CACHE_ALGORITHM = "kv_cache_quant_algo"  # FP8 is read
-_WITHOUT_CACHE = tuple(one for one in _KNOWN if one != _CACHE_ALGORITHM)
 
 
 def read(file: str, config: dict[str, Any]) -> Announcement:
@@ -75,9 +72,10 @@ def read(file: str, config: dict[str, Any]) -> Announcement:
     if "*" in rules and inner and all("weights" in one and not one.get("input_activations") for one in inner):
         words += " of weights alone"
         rules["*"] = rules["*"]._replace(activation="none", activation_format=None, needs_scale=False)
+    known = (*_KNOWN, "kv_cache_quant_algo") if config.get("kv_cache_quant_algo") == "FP8" else _KNOWN
     return Announcement(
         file, _METHOD, words, rules if algorithm == "MIXED_PRECISION" else {}, rules.get("*"), ignore, SHELL,
-        findings=unknown_entries(file, config, _KNOWN if config.get(_CACHE_ALGORITHM) == "FP8" else _WITHOUT_CACHE),
+        findings=unknown_entries(file, config, known),
     )  # fmt: skip
 
 
