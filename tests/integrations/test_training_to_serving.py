@@ -1,5 +1,7 @@
 """features I5, K10: a model of transformers that trains under a config of inference, and everything that serves it."""
 
+import contextlib
+
 import numpy as np
 import pytest
 
@@ -51,7 +53,9 @@ def test_the_bits_that_train_are_those_of_the_file_of_the_server_and_of_jax(tran
     masters = {name: one.detach().clone() for name, one in model.named_parameters() if name.endswith("_proj.weight")}
     mf.quantize_(model, config)
     assert torch.equal(model(PROMPT).logits, logits)
-    mf.save_quantized(model, tmp_path / "served", format=target)
+    named = pytest.warns(UserWarning, match="refuses ct:nvfp4: .* than bfloat16") if target == "ct:nvfp4" else None
+    with named or contextlib.nullcontext():
+        mf.save_quantized(model, tmp_path / "served", format=target)
     loaded = transformers.LlamaForCausalLM(settings).eval()
     mf.load_quantized(tmp_path / "served", loaded, config=config)
     ulps = 1 if target == "ct:nvfp4" else 0
