@@ -5,6 +5,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import microfloat.torch as mf  # noqa: E402
+from microfloat.errors import InvalidTypeError  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow("needs a training package that make test does not install"),
@@ -137,6 +138,25 @@ def test_adapters_around_weights_that_are_stored_quantized(peft):
         assert isinstance(merged.proj.weight.data, mf.QuantizedTensor)
         z = merged(x)
     assert float(((z - y).norm() / y.norm()).detach()) < 0.25  # E2M1
+
+
+@pytest.mark.parametrize("options", [{"use_dora": True}, {"init_lora_weights": "pissa"}], ids=str)
+def test_adapters_that_compute_with_the_base_weight(peft, llama, options):
+    """They train on a converted model, whose weights are plain; codes are refused, and PiSSA may begin before them."""
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, **options)
+    converted, stored = llama(), llama()
+    mf.convert(converted, "mxfp8")
+    loss, gradients = _step(peft.get_peft_model(converted, config))
+    plain, others = _step(peft.get_peft_model(llama(), config))
+    assert loss == pytest.approx(plain, rel=1e-2)
+    assert gradients.keys() == others.keys()
+    mf.quantize_(stored, mf.WeightOnly("mxfp8"))
+    with pytest.raises(InvalidTypeError, match="got a QuantizedTensor"):
+        peft.get_peft_model(stored, config)
+    if "use_dora" not in options:
+        first = peft.get_peft_model(llama(), config)
+        mf.quantize_(first, mf.WeightOnly("mxfp8"))
+        assert _step(first)[0] == pytest.approx(plain, rel=1e-2)
 
 
 @pytest.mark.parametrize("order", ["convert first", "adapters first", "reverted"])
