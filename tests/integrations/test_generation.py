@@ -130,8 +130,8 @@ def test_gpt2_quantized_loads_into_a_plain_model(transformers, tmp_path, format)
     config = transformers.GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=64, n_positions=64)
     model, fresh = (transformers.GPT2LMHeadModel(config).eval() for _ in range(2))
     mf.quantize_(model, mf.WeightOnly("mxfp8"))
-    named = pytest.warns(UserWarning, match="refuses ct:mxfp8: .* than bfloat16") if format == "ct:mxfp8" else None
-    with named or contextlib.nullcontext():
+    warned = pytest.warns(UserWarning, match="refuses ct:mxfp8: .* than bfloat16")
+    with warned if format == "ct:mxfp8" else contextlib.nullcontext():
         mf.save_quantized(model, tmp_path / "low", format=format)
     mf.load_quantized(tmp_path / "low", fresh, config=mf.WeightOnly("mxfp8"))
     assert torch.equal(fresh(PROMPT).logits, model(PROMPT).logits)

@@ -53,8 +53,8 @@ def test_the_bits_that_train_are_those_of_the_file_of_the_server_and_of_jax(tran
     masters = {name: one.detach().clone() for name, one in model.named_parameters() if name.endswith("_proj.weight")}
     mf.quantize_(model, config)
     assert torch.equal(model(PROMPT).logits, logits)
-    named = pytest.warns(UserWarning, match="refuses ct:nvfp4: .* than bfloat16") if target == "ct:nvfp4" else None
-    with named or contextlib.nullcontext():
+    warned = pytest.warns(UserWarning, match="refuses ct:nvfp4: .* than bfloat16")
+    with warned if target == "ct:nvfp4" else contextlib.nullcontext():
         mf.save_quantized(model, tmp_path / "served", format=target)
     loaded = transformers.LlamaForCausalLM(settings).eval()
     mf.load_quantized(tmp_path / "served", loaded, config=config)
