@@ -125,6 +125,7 @@ def test_gpt2_converts_saves_and_reverts(transformers, tmp_path):
 
 
 @pytest.mark.parametrize("format", ["microfloat:native", "ct:mxfp8"])
+@pytest.mark.filterwarnings("ignore:save_quantized. transformers .* refuses:UserWarning")  # the model is float32
 def test_gpt2_quantized_loads_into_a_plain_model(transformers, tmp_path, format):
     torch.manual_seed(0)
     config = transformers.GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=64, n_positions=64)

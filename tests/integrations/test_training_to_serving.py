@@ -41,6 +41,7 @@ def trained(model, config):
     ],
     ids=lambda one: getattr(one, "label", one),
 )
+@pytest.mark.filterwarnings("ignore:save_quantized. transformers .* refuses:UserWarning")  # the model is float32
 def test_the_bits_that_train_are_those_of_the_file_of_the_server_and_of_jax(transformers, tmp_path, config, target):
     jax = pytest.importorskip("jax", reason="jax is not installed")
     import microfloat.jax as mj
