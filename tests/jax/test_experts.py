@@ -201,7 +201,9 @@ def test_experts_that_convert_cannot_see_or_count_are_named():
         def __init__(self):
             self.product = lax.ragged_dot
 
-    model = nnx.Dict(inline=Inline(), borrowed=Borrowed(), conv=nnx.Conv(4, 4, (3,), rngs=nnx.Rngs(0)))
+    rngs = nnx.Rngs(0)
+    others = {"conv": nnx.Conv(4, 4, (3,), rngs=rngs), "plain": nnx.Linear(4, 4, rngs=rngs)}
+    model = nnx.Dict(inline=Inline(), borrowed=Borrowed(), **others)
     report = mnnx.convert(model, "mxfp8")
     assert "RaggedDot(num_groups=...)" in report.skipped["borrowed"]
     (unseen,) = report.unseen
@@ -210,17 +212,18 @@ def test_experts_that_convert_cannot_see_or_count_are_named():
     assert "jax.lax.ragged_dot in an attribute" in unseen.reason
     assert model["borrowed"].product is lax.ragged_dot
     model["borrowed"].product = nnx.data(mnnx.RaggedDot(num_groups=7))
-    assert mnnx.convert(model, DelayedScaling(amax_history_len=2)).converted == ["borrowed"]
+    assert set(mnnx.convert(model, DelayedScaling(amax_history_len=2)).converted) == {"borrowed", "plain"}
     assert model["borrowed"].product.input_scale.shape == (7, 1)
     with pytest.raises(PlacementError, match=r"no layer: '\*\.expert'"):
         mnnx.convert(model, Placement([("*.expert", "mxfp8")]))
 
 
 def test_excluded_and_filtered_experts_stay():
-    model = nnx.Dict(experts=OneProduct(lax.ragged_dot), router=OneProduct(lax.ragged_dot))
+    plain = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    model = nnx.Dict(experts=OneProduct(lax.ragged_dot), router=OneProduct(lax.ragged_dot), plain=plain)
     report = mnnx.convert(model, "mxfp8", filter=lambda name, module: "experts" not in name)
     assert set(report.skipped) == {"experts", "router"}
-    assert mnnx.convert(model, "mxfp8", exclude=("*experts",)).converted == ["router"]
+    assert mnnx.convert(model, "mxfp8", exclude=("*experts",)).converted == ["plain", "router"]
 
 
 def test_grouped_products_take_what_lax_takes():
