@@ -392,7 +392,7 @@ def test_an_optimizer_that_stepped_on_the_state_is_named(op, name, is_jitted):
     dense.apply(variables, x)  # no gradient, no word
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("delayed", "fp8_row"))
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("delayed",))
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_by_injection(name):
     """Dense with the recipe's op: parameters unchanged, results those of the oracle."""
