@@ -255,7 +255,8 @@ def _refusal(
     if not isinstance(module, RecipeLayer | nn.Embedding) and not is_conv1d(module):
         plain = _plain_class(kind)
         if _replaced(kind, plain, Linear) is None or _computes(kind, plain, parametrize.is_parametrized(module)):
-            return f"{kind.__name__} is a subclass of nn.Linear with a behaviour of its own; {_WAY_OUT}"
+            remedy = "derive it from microfloat.torch.Linear and call super().forward, or make it an nn.Linear"
+            return f"{kind.__name__} is a subclass of nn.Linear with a behaviour of its own; {remedy}"
         if not _calls_forward_of(module, plain):
             return "its forward was replaced on the instance (by a hook?); convert the model before that"
     return why_not_dtype(module) or placement.why_left_out(name, module, exclude, keep, gates)
@@ -316,9 +317,6 @@ def _replaced(kind: type, old: type, new: type) -> type | None:
         return None
     namespace = {key: value for key, value in vars(kind).items() if key not in ("__dict__", "__weakref__")}
     return type(kind)(kind.__name__, tuple(bases), namespace)  # type: ignore[arg-type]
-
-
-_WAY_OUT = "derive it from microfloat.torch.Linear and call super().forward, or put an nn.Linear in its place"
 
 
 def _product(self: Any, x: torch.Tensor) -> torch.Tensor:
