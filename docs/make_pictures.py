@@ -353,7 +353,9 @@ def watching() -> Figure:
             (model(x) - torch.tanh(x @ mixing)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    return watch.sheet(w.records, 11, 6)
+    figure = watch.sheet(w.records)
+    figure.set_size_inches(11, 6)
+    return figure
 
 
 def main(folder: Path = FOLDER) -> None:
