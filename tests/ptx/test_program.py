@@ -88,13 +88,17 @@ def texts_of(module):
     for node in sorted((n for n in nodes if isinstance(n, ast.AnnAssign)), key=lambda n: n.lineno):
         named.setdefault(node.target.id, []).append(node)
 
+    def of_module(name):
+        parts = module.with_suffix("").parts
+        return getattr(importlib.import_module(".".join(parts[parts.index("microfloat") :])), name)
+
     def forms(text, line):
+        if isinstance(text, ast.Call):  # of a number of bits and of a place
+            return [ast.Constant(of_module(text.func.id)(bits, 0)) for bits in (8, 16, 128)]
         if not isinstance(text, ast.Name):
             return [text]
         if text.id not in named:  # made once for the module
-            parts = module.with_suffix("").parts
-            loaded = importlib.import_module(".".join(parts[parts.index("microfloat") :]))
-            return [ast.Constant(getattr(loaded, text.id).value)]
+            return [ast.Constant(of_module(text.id).value)]
         assigned = [node for node in named[text.id] if node.lineno < line][-1].value
         function = getattr(assigned.func, "id", "") if isinstance(assigned, ast.Call) else ""
         if function == "max_text":
@@ -119,7 +123,7 @@ def texts_of(module):
                 yield node.lineno, form, constraints
 
 
-_OF_WARPS = ("bar.warp.sync", "cp.async", "mbarrier", "mma.sync", "shfl.sync", "wgmma.wait_group")
+_OF_WARPS = ("bar.warp.sync", "cp.async", "ld.shared", "mbarrier", "mma.sync", "shfl.sync", "wgmma.wait_group")
 
 
 def test_all_assembly_of_the_kernels_is_known_but_that_of_warps(repository):
