@@ -22,6 +22,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Several processes share the cores: one thread each. Read by torch, NumPy and XLA when they are first imported.
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(variable, "1")
+    # And the memory of a GPU, three quarters of which the first process with JAX would take.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 # Dynamo has Python's collector run after each function that it compiles. Read when torch is first imported.
