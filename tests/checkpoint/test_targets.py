@@ -533,10 +533,11 @@ def test_layers_are_noted_where_a_known_reader_fails(tmp_path, to, model_type, l
     ],
 )
 def test_a_conversion_that_converts_nothing_is_refused_before_it_writes(tmp_path, to, names, reason):
-    source = stored(tmp_path / "source", map(matrix, names), {"model_type": "gpt2"})
-    with pytest.raises(InvalidValueError, match=f"src: got .* without a parameter to store as {to} .*{reason}"):
+    name = "long-" * 40  # of a path that takes all the room for what was got
+    source = stored(tmp_path / name, map(matrix, names), {"model_type": "gpt2"})
+    with pytest.raises(InvalidValueError, match=f"src: got .*, needed one that it has a place for .*{reason}"):
         convert(source, tmp_path / "out", to=to)
-    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 @pytest.mark.parametrize("to", ["ct:nvfp4", "microfloat:mxfp8"])

@@ -234,8 +234,9 @@ def decide(
     if not any(step.action in QUANTIZED for step in steps):
         reasons = sorted({step.reason for step in steps if step.reason}) or ["it has no weight of a linear layer"]
         raise invalid_value(
-            "src", f"{checkpoint.path} without a parameter to store as {target.name} ({'; '.join(reasons[:4])})",
-            "one that it has a place for", _NO_LINEAR if _CONV1D_LEFT in reasons else _NOTHING,
+            "src", f"{checkpoint.path} without a parameter to store as {target.name}",
+            f"one that it has a place for ({'; '.join(reasons[:4])})",
+            _NO_LINEAR if _CONV1D_LEFT in reasons else _NOTHING,
         )  # fmt: skip
     for step, record in zip(steps, records, strict=True):
         before, now = (one.get("scheme", "none") for one in (record.activation, step.activation))
