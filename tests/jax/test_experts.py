@@ -107,7 +107,6 @@ class LinenMixture(nn.Module):
         return mixed(nn.Dense(G, name="router"), LinenExperts(self.ragged_dot_cls, name="experts"), x)
 
 
-@pytest.mark.slow("training of converted experts")
 @slow_but_one
 @train_each
 def test_experts_train_in_linen(name):

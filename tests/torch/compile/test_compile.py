@@ -213,7 +213,6 @@ def test_a_recipe_that_the_compiled_function_makes_is_that_of_eager(name: str) -
     assert torch.equal(traced(MADE_INSIDE[name])(x, w), expected)
 
 
-@pytest.mark.slow("further programs of torch.compile")
 def test_autocast_recipe_changes_between_two_calls_of_one_compiled_function() -> None:  # features G3
     layer = mf.Linear(32, 16)
     function = traced(layer)
