@@ -51,12 +51,13 @@ _MOST_NEAR = 4
 
 
 def _shown(got: object) -> str:
-    """A value as text, cut where it is long."""
+    """A value as text, cut in the middle where it is long: what is wrong with a file stands behind its path."""
     try:
         text = str(got)
     except ValueError:  # an int of more digits than Python prints
         return f"an int of {got.bit_length()} bits" if isinstance(got, int) else type(got).__name__
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+    half = _MOST_SHOWN // 2
+    return text if len(text) <= _MOST_SHOWN else f"{text[:half]} ... {text[-half:]}"
 
 
 def _compose(argument: str, got: object, needed: str, remedy: str) -> str:
