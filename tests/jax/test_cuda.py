@@ -293,6 +293,19 @@ def own_products(hopper):
     return asked
 
 
+def traced_product(names, shape, path="auto", **options):
+    """The product [M, N] of matrices under two casts, as it is traced."""
+    m, k, n = shape
+    bfloat16, used = jnp.dtype(jnp.bfloat16), [as_cast(name) for name in names]
+    kinds = [reference_in_jax.kind_of(cast, k) for cast in used]
+    plan = gemms.GemmPlan(*kinds, "split", path, "auto", bfloat16, bfloat16, **options)
+    operands = [
+        jax.eval_shape(lambda x, cast=cast: reference_in_jax.cast_matrix(x, cast), jax.ShapeDtypeStruct(size, bfloat16))
+        for size, cast in zip(((m, k), (n, k)), used, strict=True)
+    ]
+    return jax.eval_shape(lambda a, b: gemms.run_gemm(a, b, plan), *operands)
+
+
 @pytest.mark.parametrize(
     ("names", "shape", "scales"),
     [
@@ -308,15 +321,7 @@ def own_products(hopper):
 )  # fmt: skip
 def test_fp8_blocks_and_rows_go_into_the_gemm_of_microfloat(own_products, names, shape, scales):
     m, k, n = shape
-    kinds = [reference_in_jax.kind_of(as_cast(name), k) for name in names]
-    bfloat16 = jnp.dtype(jnp.bfloat16)
-    plan = gemms.GemmPlan(*kinds, "split", "auto", "auto", bfloat16, bfloat16)
-    operands = [
-        jax.eval_shape(lambda x, name=name: reference_in_jax.cast_matrix(x, as_cast(name)),
-                       jax.ShapeDtypeStruct((rows, k), bfloat16))
-        for rows, name in zip((m, n), names, strict=True)
-    ]  # fmt: skip
-    assert jax.eval_shape(lambda a, b: gemms.run_gemm(a, b, plan), *operands).shape == (m, n)
+    assert traced_product(names, shape).shape == (m, n)
     assert own_products == [(kind, (m, k), (n, k)) for kind in scales]
 
 
@@ -327,16 +332,26 @@ def test_fp8_blocks_and_rows_go_into_the_gemm_of_microfloat(own_products, names,
      (("fp8_1x128", "fp8_128x128"), 1548, [])],  # rows of 8 bytes and no multiple of 16
 )  # fmt: skip
 def test_a_product_that_is_read_as_its_transpose_is_written_so(own_products, names, m, asked):
-    k, n, bfloat16 = 1024, 1280, jnp.dtype(jnp.bfloat16)
-    kinds = [reference_in_jax.kind_of(as_cast(name), k) for name in names]
-    plan = gemms.GemmPlan(*kinds, "split", "auto", "auto", bfloat16, bfloat16, is_turned=True)
-    operands = [
-        jax.eval_shape(lambda x, name=name: reference_in_jax.cast_matrix(x, as_cast(name)),
-                       jax.ShapeDtypeStruct((rows, k), bfloat16))
-        for rows, name in zip((m, n), names, strict=True)
-    ]  # fmt: skip
-    assert jax.eval_shape(lambda a, b: gemms.run_gemm(a, b, plan), *operands).shape == (m, n)
+    k, n = 1024, 1280
+    assert traced_product(names, (m, k, n), is_turned=True).shape == (m, n)
     assert own_products == [(f"{kind}, turned", (m, k), (n, k)) for kind in asked]
+
+
+@pytest.mark.parametrize(("recipe", "kind"), [("fp8_block", "lines"), ("fp8_row", "rows")])
+def test_gradients_of_weights_are_written_in_the_order_of_the_weight(own_products, recipe, kind):
+    m, k, n = 1536, 1024, 1280
+
+    def of_weight(shape, axis):
+        def loss(x, w):
+            return mj.dot_general(recipe)(x, w, (((1,), (axis,)), ((), ()))).astype(jnp.float32).sum()
+
+        arrays = [jax.ShapeDtypeStruct(one, jnp.bfloat16) for one in ((m, k), shape)]
+        own_products.clear()
+        assert jax.eval_shape(jax.grad(loss, argnums=1), *arrays).shape == shape
+        return own_products[-1]
+
+    assert of_weight((k, n), 0) == (f"{kind}, turned", (n, m), (k, m))
+    assert of_weight((n, k), 1) == (kind, (n, m), (k, m))
 
 
 FOLDING = [MXFP8BlockScaling(path="folded"), NVFP4BlockScaling(path="folded")]
@@ -354,16 +369,8 @@ def test_explain_names_the_gemm_of_microfloat(recipe):
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "nvfp4", "nvfp4_row"])
 def test_folded_operands_go_into_the_gemm_of_microfloat(own_products, name):
     m, k, n = 1536, 1024, 1152
-    right = "nvfp4_2d" if name == "nvfp4" else name
-    kinds = [reference_in_jax.kind_of(as_cast(one), k) for one in (name, right)]
-    bfloat16 = jnp.dtype(jnp.bfloat16)
-    plan = gemms.GemmPlan(*kinds, "split", "folded", "auto", bfloat16, bfloat16)
-    operands = [
-        jax.eval_shape(lambda x, one=one: reference_in_jax.cast_matrix(x, as_cast(one)),
-                       jax.ShapeDtypeStruct((rows, k), bfloat16))
-        for rows, one in ((m, name), (n, right))
-    ]  # fmt: skip
-    assert jax.eval_shape(lambda a, b: gemms.run_gemm(a, b, plan), *operands).shape == (m, n)
+    names = name, "nvfp4_2d" if name == "nvfp4" else name
+    assert traced_product(names, (m, k, n), "folded").shape == (m, n)
     assert own_products == [("lines" if name == "nvfp4_row" else "tiles", (m, k), (n, k))]
 
 
