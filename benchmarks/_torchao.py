@@ -39,7 +39,7 @@ def quantizers() -> dict[str, Callable[[torch.Tensor], Any]]:
     mode = mx_tensor.ScaleCalculationMode
 
     def compiled(function: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
-        return torch.compile(function)
+        return torch.compile(function, dynamic=False)  # else the second shape is compiled for any size
 
     return {
         "q.mxfp8.row": compiled(lambda x: mx_tensor.to_mx(x, torch.float8_e4m3fn, 32, mode.RCEIL)),

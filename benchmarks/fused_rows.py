@@ -30,8 +30,8 @@ def written(producer: Producer, cast: Cast, *given: State) -> Any:
 
 
 def maybe_compiled(function: Any, x: torch.Tensor) -> Any:
-    """Compiled on a GPU; --quick on a CPU runs it as it is."""
-    return torch.compile(function) if x.is_cuda else function
+    """Compiled on a GPU, for each shape anew; --quick on a CPU runs it as it is."""
+    return torch.compile(function, dynamic=False) if x.is_cuda else function
 
 
 def cases() -> list[Case]:
