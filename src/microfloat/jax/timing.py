@@ -18,6 +18,5 @@ def cast_and_multiply(
         made = [quantize(jnp.asarray(x), cast, scale_enc=scale) for x, cast, scale in pairs]
         product = scaled_matmul(*made, out_dtype=jnp.float32, backend=backend)
     parts = ((q.codes, q.scale, q.tensor_scale) for q in made)
-    return [[None if part is None else np.asarray(part).tobytes() for part in one] for one in parts], np.asarray(
-        product
-    )
+    stored = [[None if part is None else np.asarray(part).tobytes() for part in one] for one in parts]
+    return stored, np.asarray(product)

@@ -58,11 +58,11 @@ class Region:
         """Warn, once, of a whole training inside: the loss of gradients that underflow by old scales shows nowhere."""
         self.steps += bool(self._states)
         if self.steps == _MOST_STEPS and self._states:
-            text = f"autocast: got {_MOST_STEPS} steps of optimizers inside one autocast under delayed scaling, whose "
-            text += (
-                "exit alone updates the scales. Enter one in each step, or pin the recipe by convert, which needs none."
-            )
-            warnings.warn(text, UserWarning, stacklevel=4)
+            warnings.warn(
+                f"autocast: got {_MOST_STEPS} steps of optimizers inside one autocast under delayed scaling, "
+                "whose exit alone updates the scales. Enter one in each step, or pin the recipe by convert.",
+                UserWarning, stacklevel=4,
+            )  # fmt: skip
 
     def close(self, completed: bool = True) -> None:
         """Roll the forward slots recorded inside.
